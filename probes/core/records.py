@@ -1,0 +1,342 @@
+"""Records: the only product of a run. Strict JSONL, one frozen dataclass a line; text and HTML are made from them.
+
+The first line is the header, the last the summary. Non-finite numbers travel as the strings "nan", "inf" and "-inf".
+Standard library only: a report renders on a machine without torch. Tests: parity/unit/test_records.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TextIO
+
+SCHEMA = 1
+
+
+class RecordError(ValueError):
+    """A line that is no record of this schema, or a run whose sums do not add up."""
+
+
+class State(enum.StrEnum):
+    """The three outcomes of a gate. Nothing else counts as a pass."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    NOT_RUN = "not_run"
+
+
+@dataclass(frozen=True)
+class Header:
+    """Who, what, where: everything needed to run it again.
+
+    environment     facts read on this machine: python, torch, numpy, platform, cpu, cores, compiler, gpu, cuda, driver, cupy
+    checkpoint      directory as given; checkpoint_hash says which bytes
+    model           config facts for the report: layers by kind, widths, ratios
+    layers          judged layers; layers_run  all layers up to the highest
+    prompts         one label per batch row, e.g. medium.txt:0:250; tokens  [count per row]
+    policy          rounding points production declares
+    command         what was typed; seed  of every random choice
+    """
+
+    type: ClassVar[str] = "header"
+    started: str
+    command: str
+    commit: str
+    dirty: bool
+    environment: dict[str, Any]
+    checkpoint: str
+    checkpoint_hash: str
+    model: dict[str, Any]
+    device: str
+    policy: list[str]
+    phases: list[str]
+    layers: list[int]
+    layers_run: list[int]
+    prompts: list[str]
+    tokens: list[int]
+    steps: int
+    max_context: int
+    seed: int = 0
+    inject: str | None = None
+    notes: list[str] = field(default_factory=list)
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One gate judged once.
+
+    gate        row of the tolerance table; point  full point name, or the operation's name
+    mode        isolated | free | operation | model
+    phase       prefill | decode | None for operations; step_first..step_last  decode steps covered, 0-based
+    state       pass | fail | not_run, with reason when it is not a pass
+    metric      what value and limit measure; spent = value / limit
+    floor       worst row of the reordered-sum twins; limit = k * floor + eps; why  where the row of the table comes from
+    where       [b, s or step, ...] of the worst row; element  coordinate of the worst element with got and want
+    rows        rows compared: 0 is never a pass
+    near_ties   differing choices within the score noise, counted and not failed
+    component   part of the stack, in the words of the fault catalogue
+    local       the inputs agreed: the error starts here (isolated runs); None where it cannot be told
+    test_id     runs this gate again
+    """
+
+    type: ClassVar[str] = "verdict"
+    gate: str
+    point: str
+    mode: str
+    state: State
+    metric: str
+    layer: int | None = None
+    phase: str | None = None
+    step_first: int | None = None
+    step_last: int | None = None
+    worst_step: int | None = None
+    value: float | None = None
+    limit: float | None = None
+    spent: float | None = None
+    floor: float | None = None
+    k: float | None = None
+    eps: float | None = None
+    why: str = ""
+    reason: str = ""
+    where: list[int] = field(default_factory=list)
+    element: list[int] = field(default_factory=list)
+    got: float | None = None
+    want: float | None = None
+    norm_ratio: float | None = None
+    norm_ratio_limit: float | None = None
+    cosine: float | None = None
+    rel_l2: float | None = None
+    rows: int = 0
+    near_ties: int = 0
+    component: str = ""
+    local: bool | None = None
+    test_id: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Numbers without an opinion, e.g. name "residual" or "sinkhorn", one line per layer, phase and step group."""
+
+    type: ClassVar[str] = "measurement"
+    name: str
+    layer: int | None = None
+    phase: str | None = None
+    step: int | None = None
+    point: str | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """One asked cell of the grid phase x layer x point: how often its tap was expected and how often it fired."""
+
+    type: ClassVar[str] = "coverage"
+    phase: str
+    layer: int | None
+    point: str
+    mode: str
+    expected: int
+    observed: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel that really ran: file, function (its variant), architecture, build hash and launches."""
+
+    type: ClassVar[str] = "kernel"
+    source: str
+    kernel: str
+    arch: str
+    build: str
+    launches: int
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """Something the model can do, and how often this run made it happen. 0 is listed as not exercised."""
+
+    type: ClassVar[str] = "mechanism"
+    name: str
+    count: int
+    meaning: str
+    covered_by: str = ""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first point, in dataflow order, that is over its limit."""
+
+    layer: int | None
+    point: str
+    phase: str | None
+    step: int | None
+    local: bool | None
+    component: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Last line of a run. verdict is "pass" only when nothing failed, something passed and nothing asked was left out."""
+
+    type: ClassVar[str] = "summary"
+    verdict: str
+    passed: int
+    failed: int
+    not_run: int
+    first_divergence: Divergence | None
+    total: int
+    coverage_missing: int = 0
+    near_ties: int = 0
+    reasons: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+Record = Header | Verdict | Measurement | Coverage | Kernel | Mechanism | Summary
+_TYPES: dict[str, type] = {c.type: c for c in (Header, Verdict, Measurement, Coverage, Kernel, Mechanism, Summary)}
+VERDICTS = ("pass", "fail", "incomplete")
+
+
+# ---- one line ----
+
+
+def _to_wire(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, dict):
+        return {str(k): _to_wire(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_wire(v) for v in value]
+    return value
+
+
+def to_line(record: Record) -> str:
+    """One strict JSON line, without a line break."""
+    return json.dumps({"type": record.type, **_to_wire(dataclasses.asdict(record))}, allow_nan=False, ensure_ascii=False)
+
+
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def _reject_constant(name: str) -> Any:
+    raise RecordError(f"{name} is not strict JSON; non-finite numbers are strings")
+
+
+def from_line(line: str) -> Record:
+    """The record of a line. Raises RecordError with what is wrong."""
+    try:
+        values = json.loads(line, parse_constant=_reject_constant)
+    except ValueError as error:
+        raise RecordError(f"not a JSON line: {error}") from None
+    kind = values.pop("type", None) if isinstance(values, dict) else None
+    cls = _TYPES.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise RecordError(f"unknown record type {kind!r}; known: {', '.join(_TYPES)}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise RecordError(f"{kind}: unknown fields {unknown}")
+    for name, f in fields.items():
+        if name in values and isinstance(values[name], str) and "float" in str(f.type) and values[name] in _NON_FINITE:
+            values[name] = _NON_FINITE[values[name]]
+    if cls is Verdict and "state" in values:
+        values["state"] = State(values["state"])
+    if cls is Summary and values.get("first_divergence") is not None:
+        values["first_divergence"] = Divergence(**values["first_divergence"])
+    if cls is Header and values.get("schema") != SCHEMA:
+        raise RecordError(f"schema {values.get('schema')!r}; this version reads {SCHEMA}")
+    try:
+        return cls(**values)  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise RecordError(f"{kind}: {error}") from None
+
+
+# ---- a run ----
+
+
+def summarise(records: Iterable[Record], seconds: float = 0.0, divergence: Divergence | None = None) -> Summary:
+    """The arithmetic of a run: every verdict counted once, a missing tap or an empty run is never a pass."""
+    counts = dict.fromkeys(State, 0)
+    near_ties = missing = 0
+    reasons: list[str] = []
+    for record in records:
+        if isinstance(record, Verdict):
+            counts[record.state] += 1
+            near_ties += record.near_ties
+            if record.state is State.NOT_RUN and record.reason and record.reason not in reasons:
+                reasons.append(record.reason)
+        elif isinstance(record, Coverage) and record.observed < record.expected:
+            missing += 1
+            reasons.append(f"{record.phase} {record.point} ({record.mode}): fired {record.observed} of {record.expected}")
+    total = sum(counts.values())
+    if counts[State.FAIL]:
+        verdict = "fail"
+    elif total == 0 or not counts[State.PASS] or counts[State.NOT_RUN] or missing:
+        verdict = "incomplete"
+        if total == 0:
+            reasons.append("nothing was compared")
+    else:
+        verdict = "pass"
+    return Summary(
+        verdict=verdict, passed=counts[State.PASS], failed=counts[State.FAIL], not_run=counts[State.NOT_RUN], total=total,
+        first_divergence=divergence, coverage_missing=missing, near_ties=near_ties, reasons=reasons[:50], seconds=seconds,
+    )  # fmt: skip
+
+
+class Ledger:
+    """Writes a run, one flushed line a record, so that a killed run leaves a readable file.
+
+    with Ledger(path) as ledger: ledger.write(header); ledger.write(verdict); ledger.close_with(summary)
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: list[Record] = []
+        self._file: TextIO | None = path.open("x", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        if self._file is None:
+            raise RecordError(f"{self.path} is closed")
+        self._file.write(to_line(record) + "\n")
+        self._file.flush()
+        self.records.append(record)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_run(path: Path) -> list[Record]:
+    """Every record of a run file; a cut-off last line is dropped. Raises RecordError with the line's number."""
+    records: list[Record] = []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            records.append(from_line(line))
+        except (RecordError, ValueError, TypeError) as error:
+            if number == len(lines):  # no line break after it: the run was killed while writing
+                break
+            raise RecordError(f"{path}:{number}: {error}") from None
+    if not records or not isinstance(records[0], Header):
+        raise RecordError(f"{path}: the first line is no header")
+    return records
+
+
+def verdicts(records: Iterable[Record]) -> Iterator[Verdict]:
+    """The verdicts among the records."""
+    return (record for record in records if isinstance(record, Verdict))
