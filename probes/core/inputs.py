@@ -99,7 +99,9 @@ def _split(given: str, checkpoint: Path) -> tuple[Path, int, int | None]:
         return whole, 0, None
     name, *numbers = given.rsplit(":", 2)
     if len(numbers) != 2:
-        raise InputError(f"--prompt {given}: " + (_no_file(given, checkpoint) if ":" not in given else "expected FILE[:START:END]"))
+        raise InputError(
+            f"--prompt {given}: " + (_no_file(given, checkpoint) if ":" not in given else "expected FILE[:START:END]")
+        )
     for number in numbers:
         if number and not (number.isascii() and number.isdigit() and len(number) < 16):
             raise InputError(f"--prompt {given}: expected FILE[:START:END] with token counts, got {number!r}")
@@ -188,13 +190,25 @@ class Hostile:
     # inputs
 
     def bf16(
-        self, shape: Sequence[int], seed: int, scale: float = 1.0, lo: float | None = None, hi: float | None = None, packed: bool = False
+        self,
+        shape: Sequence[int],
+        seed: int,
+        scale: float = 1.0,
+        lo: float | None = None,
+        hi: float | None = None,
+        packed: bool = False,
     ) -> Tensor:
         """bf16 values inside NaN memory: normal times scale, or uniform between lo and hi."""
         return self._inside(self._random(shape, seed, scale, lo, hi).bfloat16(), packed)
 
     def f32(
-        self, shape: Sequence[int], seed: int, scale: float = 1.0, lo: float | None = None, hi: float | None = None, packed: bool = False
+        self,
+        shape: Sequence[int],
+        seed: int,
+        scale: float = 1.0,
+        lo: float | None = None,
+        hi: float | None = None,
+        packed: bool = False,
     ) -> Tensor:
         """fp32 values inside NaN memory: normal times scale, or uniform between lo and hi."""
         return self._inside(self._random(shape, seed, scale, lo, hi), packed)

@@ -168,7 +168,9 @@ class Trace:
         value = parts[0]
         for name, mask in (("positions", found.positions), ("valid", found.valid), ("tokens", found.tokens)):
             if mask is not None and tuple(mask.shape) != tuple(value.shape[:2]):
-                raise RuntimeError(f"{point} in {found.key}: shown for {list(value.shape[:2])} queries, {name} say {list(mask.shape)}")
+                raise RuntimeError(
+                    f"{point} in {found.key}: shown for {list(value.shape[:2])} queries, {name} say {list(mask.shape)}"
+                )
         return value
 
     def steps(self, phase: str = DECODE) -> tuple[int, ...]:
