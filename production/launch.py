@@ -1,0 +1,257 @@
+"""The device that production runs on: builds a kernel file at its first use, launches its kernels, counts what ran.
+
+    device = open_device("cpu")                                       # or "cuda"
+    device.launch("rms_norm", "rms_norm", (rows,), (128,), (x, x.stride(0), weight, out, ...))
+
+"cpu" builds kernels/*.cu with g++ and runs them on CPU tensors (production/cpu_device.py); "cuda" compiles the same files
+with NVRTC (production/cubins.py), loads the cubins through CuPy and launches them on torch's current stream. A kernel that
+cannot run raises KernelError; nothing stands in for it. Tests: parity/unit/test_launch.py.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from production import cpu_device, cubins
+from production.signatures import Converter, KernelError, include_closure, near, signatures
+from reference.config import InputError
+
+__all__ = ["CpuDevice", "CudaDevice", "Device", "KernelError", "open_device"]
+
+Argument = Tensor | int | float | None
+
+
+class Device(ABC):
+    """Where kernels run. One file name and one kernel name choose the code, the C++ signature converts the arguments.
+
+    name          "cpu" or "cuda"
+    torch_device  where tensors must live
+    arch          "cpu-x86_64", "cpu-aarch64", "sm_90a", ...
+    kernels_dir   folder of the .cu files: the project's, or any copy of it
+    """
+
+    name: str
+    torch_device: torch.device
+    arch: str
+
+    def __init__(self, kernels_dir: Path | None) -> None:
+        self.kernels_dir = Path(kernels_dir or cpu_device.KERNELS).resolve()
+        if not self.kernels_dir.is_dir():
+            raise InputError(f"kernels directory {self.kernels_dir} does not exist")
+        self._launches: dict[tuple[str, str], int] = {}
+        self._builds: dict[str, str] = {}
+
+    @property
+    def ran(self) -> list[tuple[str, str, str, str, int]]:
+        """(source, kernel, arch, build hash, launches) of everything that really ran."""
+        return [(s, k, self.arch, self._builds[s], n) for (s, k), n in sorted(self._launches.items())]
+
+    def source_path(self, source: str) -> Path:
+        """The .cu file of a source name. KernelError with near names when there is none."""
+        path = self.kernels_dir / f"{source}.cu"
+        if not path.is_file():
+            raise KernelError(f"no kernel file '{source}.cu' in {self.kernels_dir}; {near(source, self.sources())}")
+        return path
+
+    def sources(self) -> list[str]:
+        """Every source name of the kernels directory."""
+        return sorted(p.stem for p in self.kernels_dir.glob("*.cu"))
+
+    def launch(
+        self, source: str, kernel: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument],
+        shared_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        """Launches one kernel.
+
+        grid, block   one to three sizes
+        args          in the order of the C++ parameters: tensors for pointers (None is a null pointer), numbers for values.
+                      A tensor's dtype must be the pointer's (bytes may be uint8, int8 or float8), its last dimension
+                      contiguous; other strides are arguments of their own
+        shared_bytes  dynamic shared memory, at most 227 KiB
+        """
+        self._launch(source, kernel, grid, block, args, shared_bytes)
+        key = (source, kernel)
+        self._launches[key] = self._launches.get(key, 0) + 1
+
+    @abstractmethod
+    def _launch(
+        self, source: str, kernel: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument],
+        shared_bytes: int,
+    ) -> None: ...  # fmt: skip
+
+    @abstractmethod
+    def prebuild(self, sources: Sequence[str] | None = None) -> None:
+        """Builds files side by side, None: all of the directory. What is in the cache costs nothing."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Waits until every launch has finished; errors of the device surface here."""
+
+
+class CpuDevice(Device):
+    """Kernels built with g++, run on CPU tensors; a launch has finished when it returns."""
+
+    def __init__(self, kernels_dir: Path | None, *, checked: bool, mma_sum: str, fast_tiles: bool, order: str) -> None:
+        super().__init__(kernels_dir)
+        self.name, self.torch_device = "cpu", torch.device("cpu")
+        self.arch = f"cpu-{cpu_device.MACHINE}"
+        self.checked = checked
+        checks = cpu_device.ALL_CHECKS if checked else cpu_device.FILL_SHARED
+        try:
+            self._options = cpu_device.options(order=order, checks=checks, mma_sum=mma_sum, fast_tiles=fast_tiles)
+        except KernelError as error:
+            raise InputError(str(error)) from None
+        cpu_device.compiler()
+        cpu_device.cuda_include_paths()
+        self._modules: dict[str, cpu_device.Module] = {}
+        self._kernels: dict[tuple[str, str], cpu_device.Kernel] = {}
+
+    def module(self, source: str) -> cpu_device.Module:
+        """A file, built and loaded."""
+        if source not in self._modules:
+            module = cpu_device.Module(self.source_path(source), checked=self.checked)
+            self._modules[source], self._builds[source] = module, module.build
+        return self._modules[source]
+
+    def _launch(
+        self, source: str, kernel: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument],
+        shared_bytes: int,
+    ) -> None:  # fmt: skip
+        found = self._kernels.get((source, kernel))
+        if found is None:
+            found = self._kernels[source, kernel] = self.module(source).kernel(kernel)
+        found.launch(grid, block, args, shared_bytes, self._options)
+
+    def prebuild(self, sources: Sequence[str] | None = None) -> None:
+        cpu_device.build_all([self.source_path(s) for s in (self.sources() if sources is None else sources)], checked=self.checked)
+
+    def synchronize(self) -> None:
+        pass
+
+
+class CudaDevice(Device):
+    """Cubins made by NVRTC, loaded by CuPy, launched with torch's memory on torch's current stream.
+
+    Launches are captured by `torch.cuda.graph`: launch once before, so that nothing is loaded during capture.
+    """
+
+    def __init__(self, kernels_dir: Path | None) -> None:
+        super().__init__(kernels_dir)
+        reason = cuda_missing()
+        if reason:
+            raise KernelError(f"no CUDA device to run kernels on: {reason}")
+        import cupy
+
+        self._cupy = cupy
+        index = torch.cuda.current_device()
+        self.name, self.torch_device = "cuda", torch.device("cuda", index)
+        self.arch = cubins.arch_of(*torch.cuda.get_device_capability(index))
+        self._index = index
+        self._modules: dict[str, Any] = {}
+        self._signatures: dict[str, dict[str, Any]] = {}
+        self._kernels: dict[tuple[str, str], _CudaKernel] = {}
+
+    def _kernel(self, source: str, kernel: str) -> _CudaKernel:
+        if source not in self._modules:
+            path = self.source_path(source)
+            cubin = cubins.build(path, self.arch)
+            self._signatures[source] = dict(signatures(include_closure(path, [cpu_device.KERNELS])))
+            with self._cupy.cuda.Device(self._index):
+                self._modules[source] = self._cupy.RawModule(path=str(cubin.path))
+            self._builds[source] = cubin.build
+        known = self._signatures[source]
+        if kernel not in known:
+            raise KernelError(f"{source}.cu has no kernel '{kernel}'; {near(kernel, known)}")
+        converter = Converter(kernel, known[kernel], "cuda", self._index)
+        return _CudaKernel(self._modules[source].get_function(kernel), converter)
+
+    def _launch(
+        self, source: str, kernel: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument],
+        shared_bytes: int,
+    ) -> None:  # fmt: skip
+        found = self._kernels.get((source, kernel))
+        if found is None:
+            found = self._kernels[source, kernel] = self._kernel(source, kernel)
+        found.launch(grid, block, args, shared_bytes, _Stream(torch.cuda.current_stream(self._index).cuda_stream))
+
+    def prebuild(self, sources: Sequence[str] | None = None) -> None:
+        cubins.build_all([self.source_path(s) for s in (self.sources() if sources is None else sources)], [self.arch])
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._index)
+
+
+class _Stream:
+    """What CuPy asks of a stream. Given at every launch: on a stream of its own CuPy would miss a capture silently."""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+class _CudaKernel:
+    """One function of a cubin, with the conversion of its arguments."""
+
+    DEFAULT_SHARED_BYTES = 48 * 1024
+
+    def __init__(self, function: Any, converter: Converter) -> None:
+        self.function, self.converter = function, converter
+        self.name = converter.kernel
+        self._shared_limit = self.DEFAULT_SHARED_BYTES
+        self._convert = [cubins.NUMPY_TYPES.get(p.type) if not p.is_pointer else None for p in converter.parameters]
+
+    def launch(
+        self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument], shared_bytes: int, stream: _Stream
+    ) -> None:
+        dims = cpu_device.check_launch(self.name, grid, block, shared_bytes)
+        self.converter.check(args)
+        values = self.converter.values(args)
+        if shared_bytes > self._shared_limit:
+            self.function.max_dynamic_shared_size_bytes = self._shared_limit = shared_bytes
+        packed = tuple(v if to is None else to(v) for to, v in zip(self._convert, values, strict=True))
+        self.function(dims[:3], dims[3:], packed, shared_mem=shared_bytes, stream=stream)
+
+
+def cuda_missing() -> str | None:
+    """Why no kernel can run on a GPU here, or None."""
+    if not torch.cuda.is_available():
+        built = "" if torch.version.cuda else " (this torch is built without CUDA)"
+        return f"torch sees no CUDA device{built}"
+    try:
+        import cupy  # noqa: F401
+    except ImportError as error:
+        return f"CuPy is not installed ({error}); pip install cupy-cuda13x"
+    return cubins.nvrtc_missing()
+
+
+def open_device(
+    name: str,
+    checked: bool = False,
+    mma_sum: str = "fma_chain",
+    fast_tiles: bool = True,
+    order: str = "forward",
+    kernels_dir: Path | None = None,
+) -> Device:
+    """The device of that name, "cpu" or "cuda". The other options exist on the CPU only.
+
+    checked     the build that reports out-of-bounds accesses, races, unwritten shared memory and divergent barriers
+    mma_sum     'fma_chain', 'double_sum', or 'tensor_core': an H200 bit for bit
+    fast_tiles  whole-tile products in one step, the bits of 'fma_chain'
+    order       'forward', 'reverse' or 'random': who runs first; the bits must not depend on it
+    kernels_dir a copy of kernels/, e.g. with a planted fault
+    """
+    if name == "cpu":
+        return CpuDevice(kernels_dir, checked=checked, mma_sum=mma_sum, fast_tiles=fast_tiles, order=order)
+    if name == "cuda":
+        if checked or mma_sum != "fma_chain" or order != "forward":
+            raise InputError("checked, mma_sum and order are options of the CPU device; the GPU has compute-sanitizer")
+        return CudaDevice(kernels_dir)
+    raise InputError(f"device {name!r} is not known; there are: cpu, cuda")
