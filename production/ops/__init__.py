@@ -1,0 +1,75 @@
+"""Typed wrappers of the kernels: `dense` works on one token at a time, `attention` reads and writes the KV cache.
+
+    from production import ops
+    ops.rms_norm(device, x, weight, out, eps=1e-6)
+
+Shapes, layouts and variants are in the docstring of each wrapper. Tests: pytest parity/ -k operations.
+"""
+
+from production.ops.attention import (
+    compressor_prefill,
+    compressor_step,
+    entry_bytes,
+    hadamard_e2m1,
+    hc_head,
+    hc_post,
+    hc_pre,
+    indexer_score,
+    sparse_attn,
+    splits_for,
+    store_entries,
+    store_index_keys,
+    store_window,
+    topk,
+)
+from production.ops.dense import (
+    act_quant,
+    advance,
+    embed,
+    experts_down,
+    experts_scratch,
+    experts_up,
+    gate_choose,
+    gate_scores,
+    gate_weights,
+    linear_bf16,
+    linear_fp8,
+    moe_combine,
+    rms_norm,
+    rope,
+    swiglu,
+    token_positions,
+)
+
+__all__ = [
+    "act_quant",
+    "advance",
+    "compressor_prefill",
+    "compressor_step",
+    "embed",
+    "entry_bytes",
+    "experts_down",
+    "experts_scratch",
+    "experts_up",
+    "gate_choose",
+    "gate_scores",
+    "gate_weights",
+    "hadamard_e2m1",
+    "hc_head",
+    "hc_post",
+    "hc_pre",
+    "indexer_score",
+    "linear_bf16",
+    "linear_fp8",
+    "moe_combine",
+    "rms_norm",
+    "rope",
+    "sparse_attn",
+    "splits_for",
+    "store_entries",
+    "store_index_keys",
+    "store_window",
+    "swiglu",
+    "token_positions",
+    "topk",
+]

@@ -1,0 +1,348 @@
+"""Typed wrappers of the kernels that work on one token at a time: norms, rotation, linears, router, experts.
+
+    linear_fp8(device, x, weight, scale, out)        # thin for at most THIN_TOKENS tokens, else mma tiles
+
+Each wrapper checks what the kernel relies on, picks a variant by the number of tokens (or takes `variant`) and launches
+it; `device.ran` records what really ran. Outputs belong to the caller and nothing is allocated. A kernel that cannot run
+raises KernelError: nothing falls back to torch. T = flat tokens of a call, R = rows, position [T] i32 is -1 for pads,
+whose outputs stay untouched or are anything. "(rs)": dim 0 may have any stride.
+Not here: whatever reads the KV cache (attention.py). Tests: pytest parity/test_operations_dense.py.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from production.launch import Device, KernelError
+
+THIN_TOKENS = 8  # up to here a token is cheaper alone than in a tile of 64
+WARP_NORM_DIM = 2048  # a wider row is worth a whole block
+SCORING = {"sqrtsoftplus": 0, "sigmoid": 1, "softmax": 2}  # as in gate.cu
+TILE = 64  # as in linear.cuh
+THIN_BLOCK_ROWS = 16
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _need(ok: bool, operation: str, message: str) -> None:
+    if not ok:
+        raise KernelError(f"{operation}: {message}")
+
+
+def _shape(operation: str, name: str, tensor: Tensor, *expected: int) -> None:
+    if tuple(tensor.shape) != expected:
+        raise KernelError(f"{operation}: {name} is {list(tensor.shape)}, expected {list(expected)}")
+
+
+def _packed(operation: str, **tensors: Tensor | None) -> None:
+    """Tensors that a kernel walks without strides."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise KernelError(f"{operation}: {name} {list(tensor.shape)} has strides {list(tensor.stride())}, expected contiguous")
+
+
+def _choose(operation: str, variant: str | None, default: str, known: tuple[str, ...]) -> str:
+    if variant is None:
+        return default
+    _need(variant in known, operation, f"no variant {variant!r}; it has {', '.join(known)}")
+    return variant
+
+
+# ---- positions and embedding ----
+
+
+def token_positions(dev: Device, start: Tensor, count: Tensor, position: Tensor, row: Tensor) -> None:
+    """position[row*s + i] = start[row] + i for i < count[row], else -1; row[...] = batch row.
+
+    start, count  [b] i32, tokens taken before this call and valid tokens of it; position, row  [b * s] i32
+    """
+    b, tokens = start.shape[0], position.shape[0]
+    _need(b > 0 and tokens % b == 0, "token_positions", f"{tokens} positions for {b} rows")
+    _shape("token_positions", "count", count, b)
+    _shape("token_positions", "row", row, tokens)
+    _packed("token_positions", start=start, count=count, position=position, row=row)
+    if tokens:
+        dev.launch("positions", "token_positions", (_ceil(tokens, 128),), (128,), (start, count, position, row, b, tokens // b))
+
+
+def advance(dev: Device, start: Tensor, count: Tensor) -> None:
+    """start += count, both [b] i32, on the device."""
+    _shape("advance", "count", count, start.shape[0])
+    _packed("advance", start=start, count=count)
+    dev.launch("positions", "advance_length", (_ceil(start.shape[0], 128),), (128,), (start, count, start.shape[0]))
+
+
+def embed(dev: Device, tokens: Tensor, weight: Tensor, position: Tensor, X: Tensor) -> None:
+    """X[t,i,:] = weight[tokens[t],:] for every stream i.
+
+    tokens [T] i64; weight [vocab, D] bf16; position [T] i32; X [T, n, D] bf16
+    """
+    T, n, D = X.shape
+    _shape("embed", "tokens", tokens, T)
+    _shape("embed", "position", position, T)
+    _shape("embed", "weight", weight, weight.shape[0], D)
+    _packed("embed", tokens=tokens, weight=weight, position=position, X=X)
+    if T:
+        dev.launch("embed", "embed_tokens", (T,), (128,), (tokens, weight, position, X, n, D))
+
+
+# ---- norm, rotation, rounding ----
+
+
+def rms_norm(dev: Device, x: Tensor, weight: Tensor | None, out: Tensor, eps: float, variant: str | None = None) -> None:
+    """out = x * rsqrt(mean(x^2) + eps) * weight. x, out [R, dim] bf16 (rs), out may be x; weight [dim] f32 or None = 1.
+
+    Variants: naive, warp, block.
+    """
+    R, dim = x.shape
+    _shape("rms_norm", "out", out, R, dim)
+    if weight is not None:
+        _shape("rms_norm", "weight", weight, dim)
+    which = _choose("rms_norm", variant, "warp" if dim <= WARP_NORM_DIM else "block", ("naive", "warp", "block"))
+    if not R:
+        return
+    strides = (x.stride(0), out.stride(0), eps)
+    if which == "block":
+        dev.launch("rms_norm", "rms_norm_block", (R,), (256,), (x, weight, out, dim, *strides))
+    elif which == "warp":
+        dev.launch("rms_norm", "rms_norm_warp", (_ceil(R, 4),), (128,), (x, weight, out, R, dim, *strides))
+    else:
+        dev.launch("rms_norm", "rms_norm_naive", (_ceil(R, 64),), (64,), (x, weight, out, R, dim, *strides))
+
+
+def rope(dev: Device, x: Tensor, position: Tensor, inv_freq: Tensor, inverse: bool = False) -> None:
+    """Rotate the last r dims of x in place, adjacent pairs, by position * inv_freq (inverse: back).
+
+    x [T, heads, dim] bf16, dims 0 and 1 of any stride; position [T] i32; inv_freq [r/2] f32
+    """
+    T, heads, dim = x.shape
+    half = inv_freq.shape[0]
+    _shape("rope", "position", position, T)
+    _need(2 * half <= dim, "rope", f"{half} pairs do not fit in {dim} dims")
+    _packed("rope", position=position, inv_freq=inv_freq)
+    if T:
+        args = (x, position, inv_freq, heads, dim, half, x.stride(0), x.stride(1), -1.0 if inverse else 1.0)
+        dev.launch("rope", "rope_pairs", (T, _ceil(heads, 8)), (32,), args)
+
+
+def act_quant(dev: Device, x: Tensor, out: Tensor, block: int = 128, variant: str | None = None) -> None:
+    """out = x rounded to e4m3, one power-of-two scale per `block` along the row (the last one may be shorter).
+
+    x [R, dim] bf16 (rs); out [R, dim] bf16, the rounded values, exact in bf16. Variants: naive, warp (the same bits).
+    """
+    R, dim = x.shape
+    _shape("act_quant", "out", out, R, dim)
+    _need(block > 0, "act_quant", f"block {block}")
+    _packed("act_quant", out=out)
+    which = _choose("act_quant", variant, "warp", ("naive", "warp"))
+    if R:
+        grid = _ceil(R * _ceil(dim, block), 128 if which == "naive" else 4)
+        dev.launch("act_quant", f"act_quant_{which}", (grid,), (128,), (x, out, R, dim, x.stride(0), block))
+
+
+# ---- linears ----
+
+LINEAR_VARIANTS = ("naive", "thin", "mma")
+
+
+def _linear_grid(variant: str, T: int, N: int, last: int) -> tuple[int, int, int]:
+    if variant == "mma":
+        return _ceil(T, TILE), _ceil(N, TILE), last
+    return T, _ceil(N, THIN_BLOCK_ROWS if variant == "thin" else 128), last
+
+
+def linear_fp8(
+    dev: Device, x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, groups: int = 1, variant: str | None = None
+) -> None:
+    """out[t, g*N' + n] = sum_k x[t, g*K' + k] weight[g*N' + n, k] for each group g.
+
+    x [T, groups*K'] bf16 (rs); weight [groups*N', K'] e4m3 codes as u8; scale [ceil(groups*N'/128), ceil(K'/128)] e8m0
+    as u8; out [T, groups*N'] bf16. Variants: naive, thin, mma.
+    """
+    (T, width), (rows, K) = x.shape, weight.shape
+    _need(width == groups * K and rows % groups == 0, "linear_fp8", f"x {list(x.shape)} with {groups} groups of weight {list(weight.shape)}")
+    _shape("linear_fp8", "scale", scale, _ceil(rows, 128), _ceil(K, 128))
+    _shape("linear_fp8", "out", out, T, rows)
+    _packed("linear_fp8", weight=weight, scale=scale, out=out)
+    which = _choose("linear_fp8", variant, "thin" if T <= THIN_TOKENS else "mma", LINEAR_VARIANTS)
+    if T:
+        N = rows // groups
+        grid = _linear_grid(which, T, N, groups)
+        dev.launch("linear_fp8", f"linear_fp8_{which}", grid, (128,), (x, weight, scale, out, T, N, K, x.stride(0)))
+
+
+def linear_bf16(
+    dev: Device, x: Tensor, weight: Tensor, out: Tensor, scale: float = 1.0, round_bf16: bool = False, variant: str | None = None
+) -> None:
+    """out = scale * x weight^T; round_bf16: the product is rounded to bf16 before the scale.
+
+    x [T, K] bf16 (rs); weight [N, K] bf16; out [T, N] f32 or bf16. Variants: naive, thin, mma.
+    """
+    (T, K), N = x.shape, weight.shape[0]
+    _shape("linear_bf16", "weight", weight, N, K)
+    _shape("linear_bf16", "out", out, T, N)
+    _packed("linear_bf16", weight=weight, out=out)
+    which = _choose("linear_bf16", variant, "thin" if T <= THIN_TOKENS else "mma", LINEAR_VARIANTS)
+    if T:
+        outputs = (out, None) if out.element_size() == 4 else (None, out)
+        args = (x, weight, *outputs, T, N, K, x.stride(0), scale, int(round_bf16))
+        dev.launch("linear_bf16", f"linear_bf16_{which}", _linear_grid(which, T, N, 1), (128,), args)
+
+
+# ---- router ----
+
+
+def gate_scores(dev: Device, logits: Tensor, scoring: str, scores: Tensor) -> None:
+    """scores = sqrt(softplus(logits)), sigmoid(logits) or softmax(logits); both [T, E] f32."""
+    T, E = logits.shape
+    _need(scoring in SCORING, "gate_scores", f"scoring {scoring!r}; it knows {', '.join(SCORING)}")
+    _shape("gate_scores", "scores", scores, T, E)
+    _packed("gate_scores", logits=logits, scores=scores)
+    if T:
+        dev.launch("gate", "gate_scores", (T,), (32,), (logits, scores, E, SCORING[scoring]))
+
+
+def gate_choose(
+    dev: Device,
+    scores: Tensor,
+    bias: Tensor | None,
+    tid2eid: Tensor | None,
+    tokens: Tensor,
+    position: Tensor,
+    experts: Tensor,
+    variant: str | None = None,
+) -> None:
+    """experts[t] = the k best of scores + bias, or tid2eid[tokens[t]]; ascending, -1 for pads; ties: lower expert first.
+
+    scores [T, E] f32; bias [E] f32; tid2eid [vocab, k] i32; tokens [T] i64; position [T] i32; experts [T, k] i32.
+    Variants: naive, warp (the same bits).
+    """
+    (T, E), k = scores.shape, experts.shape[1]
+    _shape("gate_choose", "experts", experts, T, k)
+    _shape("gate_choose", "tokens", tokens, T)
+    _shape("gate_choose", "position", position, T)
+    _need(k <= E, "gate_choose", f"{k} experts of {E}")
+    if bias is not None:
+        _shape("gate_choose", "bias", bias, E)
+    if tid2eid is not None:
+        _shape("gate_choose", "tid2eid", tid2eid, tid2eid.shape[0], k)
+    _packed("gate_choose", scores=scores, bias=bias, tid2eid=tid2eid, tokens=tokens, position=position, experts=experts)
+    which = _choose("gate_choose", variant, "warp", ("naive", "warp"))
+    if not T:
+        return
+    head = (scores, bias, tid2eid, tokens, position, experts)
+    if which == "warp":
+        dev.launch("gate", "gate_choose", (T,), (32,), (*head, E, k))
+    else:
+        dev.launch("gate", "gate_choose_naive", (_ceil(T, 32),), (32,), (*head, T, E, k))
+
+
+def gate_weights(dev: Device, scores: Tensor, experts: Tensor, weights: Tensor, normalise: bool, route_scale: float) -> None:
+    """weights[t,j] = scores[t, experts[t,j]] (over their sum if normalise) * route_scale; 0 where there is no expert.
+
+    scores [T, E] f32, without bias; experts [T, k] i32; weights [T, k] f32
+    """
+    (T, E), k = scores.shape, experts.shape[1]
+    _shape("gate_weights", "experts", experts, T, k)
+    _shape("gate_weights", "weights", weights, T, k)
+    _packed("gate_weights", scores=scores, experts=experts, weights=weights)
+    if T:
+        args = (scores, experts, weights, T, E, k, int(normalise), route_scale)
+        dev.launch("gate", "gate_weights", (_ceil(T, 128),), (128,), args)
+
+
+# ---- experts ----
+
+
+def experts_scratch(T: int, k: int, E: int) -> int:
+    """i32 elements of the scratch that the mma variant of experts_up and experts_down needs."""
+    return 2 * (E + 1) + T * k
+
+
+def _experts(
+    dev: Device, operation: str, x: Tensor, experts: Tensor, k_per_row: int, weights: tuple[tuple[Tensor, Tensor, Tensor], ...],
+    variant: str | None, scratch: Tensor | None,
+) -> None:  # fmt: skip
+    """Launch one or two FP4 linears of the chosen experts. weights: (w [E, N, K/2], scale [E, N, K/32], out [S, N])."""
+    (T, k), K = experts.shape, x.shape[1]
+    E, N = weights[0][0].shape[:2]
+    slots = T * k
+    _need(K % 32 == 0, operation, f"width {K} is no multiple of 32")
+    _packed(operation, experts=experts)
+    for w, scale, out in weights:
+        _shape(operation, "weight", w, E, N, K // 2)
+        _shape(operation, "scale", scale, E, N, K // 32)
+        _shape(operation, "out", out, T, k, N)
+        _packed(operation, weight=w, scale=scale, out=out)
+    which = _choose(operation, variant, "thin" if T <= THIN_TOKENS else "mma", LINEAR_VARIANTS)
+    if not slots:
+        return
+    second = weights[1] if len(weights) == 2 else (None, None, None)
+    matrices, sizes = (*weights[0], *second), (k_per_row, N, K, x.stride(0))
+    if which != "mma":
+        grid = _linear_grid(which, slots, N, len(weights))
+        dev.launch("experts", f"experts_{which}", grid, (128,), (x, experts, *matrices, *sizes))
+        return
+    if scratch is None:
+        raise KernelError(f"{operation}: {T} tokens run in tiles, which need scratch: i32 of experts_scratch(T, k, E) elements")
+    _need(scratch.numel() >= experts_scratch(T, k, E), operation, f"scratch of {scratch.numel()}, expected at least {experts_scratch(T, k, E)}")
+    dev.launch("experts", "experts_plan", (1,), (256,), (experts, scratch, slots, E))
+    grid = (slots // TILE + min(E, slots), _ceil(N, TILE), len(weights))
+    dev.launch("experts", "experts_mma", grid, (128,), (x, scratch, *matrices, E, *sizes))
+
+
+def experts_up(
+    dev: Device, x: Tensor, experts: Tensor, w1: Tensor, s1: Tensor, w3: Tensor, s3: Tensor, gate: Tensor, up: Tensor,
+    variant: str | None = None, scratch: Tensor | None = None,
+) -> None:  # fmt: skip
+    """gate = w1 x, up = w3 x for each chosen expert; FP4 weights stay packed.
+
+    x [T, D] bf16 (rs); experts [T, k] i32, -1 = none, untouched; w1, w3 [E, I, D/2] u8; s1, s3 [E, I, D/32] e8m0 as u8;
+    gate, up [T, k, I] bf16; scratch i32, for the mma variant. Variants: naive, thin, mma.
+    """
+    _shape("experts_up", "x", x, experts.shape[0], x.shape[1])
+    _experts(dev, "experts_up", x, experts, experts.shape[1], ((w1, s1, gate), (w3, s3, up)), variant, scratch)
+
+
+def experts_down(
+    dev: Device, h: Tensor, experts: Tensor, w2: Tensor, s2: Tensor, out: Tensor, variant: str | None = None,
+    scratch: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out = w2 h for each chosen expert.
+
+    h [T, k, I] bf16; experts [T, k] i32, -1 = none, untouched; w2 [E, D, I/2] u8; s2 [E, D, I/32] e8m0 as u8;
+    out [T, k, D] bf16; scratch i32, for the mma variant. Variants: naive, thin, mma.
+    """
+    T, k = experts.shape
+    _shape("experts_down", "h", h, T, k, h.shape[2])
+    _packed("experts_down", h=h)
+    _experts(dev, "experts_down", h.view(T * k, h.shape[2]), experts, 1, ((w2, s2, out),), variant, scratch)
+
+
+def swiglu(dev: Device, gate: Tensor, up: Tensor, weight: Tensor | None, out: Tensor, limit: float) -> None:
+    """out = silu(min(gate, limit)) * clamp(up, -limit, limit) * weight. gate, up, out [R, I] bf16; weight [R] f32 or None = 1."""
+    R, width = gate.shape
+    _shape("swiglu", "up", up, R, width)
+    _shape("swiglu", "out", out, R, width)
+    if weight is not None:
+        _shape("swiglu", "weight", weight, R)
+    _packed("swiglu", gate=gate, up=up, weight=weight, out=out)
+    if R:
+        args = (gate, up, weight, out, R * width, width, limit)
+        dev.launch("swiglu", "swiglu_clamped", (_ceil(R * width, 256),), (256,), args)
+
+
+def moe_combine(dev: Device, down: Tensor, experts: Tensor, shared: Tensor, routed: Tensor, out: Tensor) -> None:
+    """routed = sum of down over the row's experts, ascending; out = bf16(routed + shared). Rows without experts stay untouched.
+
+    down [T, k, D] bf16; experts [T, k] i32; shared [T, D] bf16; routed [T, D] f32; out [T, D] bf16
+    """
+    T, k, D = down.shape
+    _shape("moe_combine", "experts", experts, T, k)
+    for name, tensor in (("shared", shared), ("routed", routed), ("out", out)):
+        _shape("moe_combine", name, tensor, T, D)
+    _packed("moe_combine", down=down, experts=experts, shared=shared, routed=routed, out=out)
+    if T:
+        dev.launch("moe_combine", "moe_combine", (T, _ceil(D, 128)), (128,), (down, experts, shared, routed, out, k, D))
