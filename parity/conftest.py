@@ -1,0 +1,185 @@
+"""Fixtures of the audit: `audit` and `verdict` for the models, `device`, `judge` and `hostile` for single operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parity import gates, selection
+from parity.audit import Audit, Floor
+from parity.evaluate import judge_values
+from parity.gates import OPERATIONS
+from parity.selection import Case
+from parity.session import RUN, run_of
+from probes.core.inputs import Hostile
+from probes.core.records import State, Verdict
+from reference.points import VALUES, PointSpec
+
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test per point, phase, mode and step group of what the command line asks for."""
+    run = metafunc.config.stash.get(RUN, None)
+    if run is None:
+        return
+    from reference.config import ModelConfig
+
+    config = ModelConfig.from_dir(run.checkpoint_dir)
+    cases: list[Case] | None = None
+    if "layer_case" in metafunc.fixturenames:
+        cases = selection.layer_cases(config, run.layers, run.phases, run.steps)
+        metafunc.parametrize("layer_case", cases, ids=[case.id for case in cases])
+    if "model_case" in metafunc.fixturenames:
+        cases = selection.model_cases(run.phases, run.steps)
+        metafunc.parametrize("model_case", cases, ids=[case.id for case in cases])
+    if "phase" in metafunc.fixturenames:
+        metafunc.parametrize("phase", run.phases)
+    if "layer" in metafunc.fixturenames:
+        metafunc.parametrize("layer", run.layers, ids=[f"L{layer}" for layer in run.layers])
+
+
+@pytest.fixture(scope="session")
+def audit(pytestconfig: pytest.Config) -> Audit:
+    """Both models, and everything recorded of them."""
+    run = run_of(pytestconfig)
+    assert run.audit is not None
+    return run.audit
+
+
+@pytest.fixture
+def record(request: pytest.FixtureRequest) -> Callable[[Verdict], None]:
+    """Write a verdict and turn it into the test's outcome."""
+    run = run_of(request.config)
+
+    def write(verdict: Verdict) -> None:
+        verdict = replace(verdict, test_id=request.node.nodeid)
+        run.record(verdict)
+        if verdict.state is State.FAIL:
+            pytest.fail(describe(verdict), pytrace=False)
+        if verdict.state is State.NOT_RUN:
+            pytest.fail(f"not run: {verdict.point}: {verdict.reason}", pytrace=False)
+
+    return write
+
+
+def describe(v: Verdict) -> str:
+    """What failed, where, by how much, and how to run it again."""
+    at = f"{v.phase or 'single operation'}" + (f" step {v.worst_step}" if v.worst_step is not None else "")
+    lines = [f"{v.point}   {at}   {v.mode}   {v.component}", f"  {v.reason}"]
+    if v.element:
+        lines.append(f"  worst row {v.where}, worst element {v.element}: got {v.got:.6g}, want {v.want:.6g}" if v.got is not None and v.want is not None else "")
+    if v.floor is not None and v.limit is not None:
+        lines.append(f"  limit {v.limit:.3g} = {v.k:g} x floor {v.floor:.3g} + {v.eps:.3g}   ({v.why})")
+    lines.append(f"  again: pytest '{v.test_id}'")
+    return "\n".join(filter(None, lines))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A test that ended without a verdict still counts: an exception is a failure, a skip is not run."""
+    report = yield
+    run = item.config.stash.get(RUN, None)
+    if run is not None and item.nodeid not in run.judged and (report.failed or report.skipped):  # type: ignore[attr-defined]
+        name = item.name
+        operation = getattr(item, "originalname", name) or name
+        reason = str(call.excinfo.value).strip().splitlines()[0][:300] if call.excinfo and str(call.excinfo.value).strip() else report.outcome  # type: ignore[attr-defined]
+        state = State.NOT_RUN if report.skipped else State.FAIL  # type: ignore[attr-defined]
+        kind = "" if report.skipped or call.excinfo is None else f"{call.excinfo.typename}: "  # type: ignore[attr-defined]
+        component = _component_of(item, operation)
+        run.record(Verdict(operation, name, "operation", state, "none", reason=f"{kind}{reason}", component=component, test_id=item.nodeid))
+    return report
+
+
+def _component_of(item: pytest.Item, operation: str) -> str:
+    for name, row in OPERATIONS.items():
+        if operation.startswith(f"test_{name}"):
+            return row.component
+    return ""
+
+
+# ---- single operations ----
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> Any:
+    """The opened device that `--device` names. Without one the operation is not run."""
+    from production.launch import open_device
+
+    run = pytestconfig.stash.get(RUN, None)
+    name = run.device if run is not None else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no device: --device cuda, and torch sees no CUDA device here")
+    opened = open_device(name)
+    if run is not None:
+        run.devices.append(opened)
+    return opened
+
+
+@pytest.fixture
+def hostile(device: Any) -> Hostile:
+    """Inputs inside memory full of NaN, strided views, poisoned outputs; on the device under test."""
+    return Hostile(device=device.torch_device)
+
+
+Twins = Sequence[Callable[[], Tensor]]
+
+
+@pytest.fixture
+def judge(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """judge(operation, case, actual, reference=..., twins=[...], row_dims=1, exact=False)
+
+    operation   row of gates.OPERATIONS; case  what is special about the input, for people
+    actual      what production's kernel wrote: call it before the reference, so that no recycled answer can agree
+    reference   () -> the same in FP32 or FP64; twins  [() -> own precision, sums reordered]: their worst row is the floor
+    exact       bit equality instead: roundings, copies, choices
+    """
+    run = request.config.stash.get(RUN, None)
+
+    def judged(
+        operation: str, case: str, actual: Tensor, *, reference: Callable[[], Tensor], twins: Twins = (), row_dims: int = 1, exact: bool = False,
+    ) -> None:  # fmt: skip
+        row = OPERATIONS[operation]
+        got, want = actual.detach().cpu(), reference().detach().cpu()
+        point = f"{operation}[{case}]"
+        base = Verdict(f"operation.{operation}", point, "operation", State.NOT_RUN, "worst row rel-L2", component=row.component, local=True, test_id=request.node.nodeid)
+        if exact:
+            verdict = _exact(base, got, want)
+        else:
+            # One row axis is enough here: everything before the row is [1, rows].
+            got2, want2 = (t.double().reshape(1, -1, *t.shape[t.dim() - row_dims :]) for t in (got, want))
+            floor = Floor()
+            valid = torch.ones(got2.shape[:2], dtype=torch.bool)
+            for twin in twins:
+                floor.add(twin().detach().cpu().double().reshape(want2.shape), want2, VALUES, row_dims, valid)
+            spec = PointSpec(operation, "", VALUES, row_dims, row.component, "")
+            verdict = judge_values(base, spec, row.gate, "isolated", got2, want2, valid, floor)
+        if run is not None:
+            run.record(verdict)
+        if verdict.state is not State.PASS:
+            pytest.fail(describe(verdict), pytrace=False)
+
+    return judged
+
+
+def _exact(base: Verdict, got: Tensor, want: Tensor) -> Verdict:
+    """Every element equal, NaN equal to NaN, shapes and numbers of elements too."""
+    base = replace(base, metric="different elements", why="a rounding, a copy or a choice is exact")
+    if got.shape != want.shape:
+        return replace(base, state=State.FAIL, reason=f"shape {list(got.shape)}, expected {list(want.shape)}")
+    g, w = got.double(), want.double()
+    differ = (g != w) & ~(g.isnan() & w.isnan())
+    judgement = gates.judge_exact(int(differ.sum()), differ.numel(), "elements differ")
+    where: list[int] = differ.nonzero()[0].tolist() if differ.any() else []
+    at = tuple(where)
+    return replace(
+        base, state=judgement.state, value=float(differ.sum()), limit=0.0, spent=judgement.spent, rows=differ.numel(),
+        where=where, element=where, got=float(g[at]) if where else None, want=float(w[at]) if where else None,
+        reason=judgement.reason + (f", first at {where}" if where else ""),
+    )  # fmt: skip
+
+

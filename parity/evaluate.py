@@ -1,0 +1,367 @@
+"""From recorded values to verdicts: one function per kind of gate. Limits come from gates.py, values from audit.py.
+
+Tests: parity/unit/test_evaluate.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity import gates
+from parity.audit import Audit, Floor, absent_rows, row_errors
+from parity.gates import GATES, Gate
+from parity.selection import Case
+from probes.core.records import State, Verdict
+from probes.core.trace import grow_last
+from reference.points import INDICES, SCORES, PointSpec, spec_of
+
+
+def judge_case(audit: Audit, case: Case, test_id: str) -> Verdict:
+    """Judge one cell. What did not run, or whose tap did not fire, is not run."""
+    audit.ensure(case.phase)
+    spec = spec_of(case.point)
+    base = _base(case, spec, test_id)
+    who = "isolated" if case.mode == "isolated" else "production"
+    expected = 1 if case.steps is None else case.steps[1] - case.steps[0] + 1
+    for side in (who, "reference"):
+        fired = audit.fired(side, case.point, case.phase, case.steps)
+        if fired < expected:
+            reason = f"tap fired {fired} of {expected} times in {side}"
+            if audit.crash is not None:
+                reason = f"production stopped in {audit.crash.phase}: {audit.crash.message}"
+            return replace(base, state=State.NOT_RUN, reason=reason)
+    got = audit.values(who, case.point, case.phase, case.steps)
+    want = audit.values("reference", case.point, case.phase, case.steps)
+    valid = audit.valid_over(case.phase, case.steps)
+    if spec.name == "attn.selected":
+        return _with_step(_judge_selected(audit, case, base, got, want, valid), case)
+    if spec.name == "ffn.experts":
+        return _with_step(_judge_experts(audit, case, base, got, want, valid), case)
+    if spec.kind == INDICES:
+        return _with_step(_judge_visible(audit, case, base, got, want, valid), case)
+    return _with_step(judge_values(base, spec, GATES[spec.name], case.mode, got, want, valid, audit.floor(case.mode, case.point)), case)
+
+
+def _base(case: Case, spec: PointSpec, test_id: str) -> Verdict:
+    first, last = case.steps or (None, None)
+    return Verdict(
+        gate=spec.name, point=case.point, mode=case.mode, state=State.NOT_RUN, metric="worst row rel-L2", layer=case.layer, phase=case.phase,
+        step_first=first, step_last=last, component=spec.component, local=True if case.mode == "isolated" else None, test_id=test_id,
+    )  # fmt: skip
+
+
+def _with_step(verdict: Verdict, case: Case) -> Verdict:
+    """Say at which decode step the worst row lies, and at which the gate was first over its limit."""
+    if case.steps is None or len(verdict.where) < 2:
+        return verdict
+    details = dict(verdict.details)
+    if "first" in details:
+        details["first_step"] = case.steps[0] + details["first"][1]
+    return replace(verdict, worst_step=case.steps[0] + verdict.where[1], details=details)
+
+
+# ---- real numbers ----
+
+
+def judge_values(
+    base: Verdict, spec: PointSpec, gate: Gate, mode: str, got: Tensor, want: Tensor, valid: Tensor, floor: Floor,
+) -> Verdict:  # fmt: skip
+    """Finite masks first, then the worst row by relative L2 and by norm ratio; both must hold.
+
+    got, want [b, s, ...]; valid [b, s]. SCORES are compared where the reference looks; -inf must stand at the same places.
+    """
+    masks_differ, first_mask = 0, None
+    if spec.kind == SCORES:
+        width = max(got.shape[-1], want.shape[-1])
+        got, want = grow_last(got, width, -math.inf), grow_last(want, width, -math.inf)
+    if got.shape != want.shape:
+        return replace(base, state=State.FAIL, reason=f"shape {list(got.shape)}, the reference has {list(want.shape)}")
+    use = valid.reshape(*valid.shape, *[1] * (got.dim() - 2)).expand(got.shape)
+    differ = (got.isfinite() != want.isfinite()) & use
+    masks_differ = int(differ.sum())
+    if masks_differ:
+        first_mask = differ.nonzero()[0].tolist()
+    if spec.kind == SCORES:
+        seen = want.isfinite() & use
+        got, want = got.masked_fill(~seen, 0.0), want.masked_fill(~seen, 0.0)
+    error, norm = row_errors(got, want, spec.row_dims)
+    rows = valid.reshape(*valid.shape, *[1] * (error.dim() - 2)).expand(error.shape) & ~(absent_rows(want, spec.row_dims) & absent_rows(got, spec.row_dims))
+    count = int(rows.sum())
+    if count == 0 and spec.sparse and not masks_differ:
+        # No group ended here and production wrote none: the masks are what was compared.
+        groups = int(valid.sum())
+        return replace(base, state=State.PASS, metric="no entry is due and none was written", value=0.0, limit=0.0, spent=0.0, rows=groups, why=gate.why)
+    eps = gate.eps(mode)
+    judgement = gates.judge(_worst(error, rows)[0], floor.error if floor.rows else math.nan, eps, gate.k, count)
+    norm_judgement = gates.judge(_worst(norm, rows)[0], floor.norm if floor.rows else math.nan, eps / 2, gate.k, count, what="norm ratio off by")
+    value, where = _worst(error, rows)
+    details: dict[str, Any] = {}
+    state, reason = judgement.state, judgement.reason
+    if state is State.PASS and norm_judgement.state is not State.PASS:
+        state, reason = norm_judgement.state, norm_judgement.reason
+    if masks_differ:
+        state, reason = State.FAIL, f"finite masks differ in {masks_differ} elements, first at {first_mask}"
+    if state is State.FAIL:
+        over = rows & (~(error <= judgement.limit) | ~(norm <= norm_judgement.limit))
+        if masks_differ:
+            over |= differ.flatten(error.dim()).any(-1) if differ.dim() > error.dim() else differ
+        firsts = over.nonzero()
+        order = firsts[:, 1].argmin()
+        details["first"] = firsts[order].tolist()
+    worst = tuple(where)
+    g, w = got[worst].double().flatten(), want[worst].double().flatten()
+    gap = (g - w).abs()
+    gap = torch.where(gap.isnan(), torch.inf, gap)
+    element = int(gap.argmax()) if gap.numel() else 0
+    inner = torch.unravel_index(torch.tensor(element), want[worst].shape) if want[worst].dim() else ()
+    keep = rows.reshape(-1)
+    flat_got, flat_want = got.double().reshape(rows.numel(), -1)[keep], want.double().reshape(rows.numel(), -1)[keep]
+    return replace(
+        base, state=state, reason=reason, value=value, limit=judgement.limit, spent=max(judgement.spent, norm_judgement.spent) if state is State.PASS else judgement.spent,
+        floor=floor.error, k=gate.k, eps=eps, why=gate.why, where=where, element=[*where, *[int(i) for i in inner]],
+        got=float(g[element]), want=float(w[element]),
+        norm_ratio=float(g.norm() / w.norm()) if w.norm() > 0 else None, norm_ratio_limit=norm_judgement.limit,
+        cosine=float(torch.dot(g, w) / (g.norm() * w.norm())) if g.norm() * w.norm() > 0 else None,
+        rel_l2=float((flat_got - flat_want).norm() / flat_want.norm()) if flat_want.norm() > 0 else None, rows=count, details=details,
+    )  # fmt: skip
+
+
+def _worst(error: Tensor, rows: Tensor) -> tuple[float, list[int]]:
+    """The largest error among the rows and its coordinate; NaN counts as the largest."""
+    ranked = torch.where(rows, torch.where(error.isnan(), torch.inf, error), -1.0)
+    index = int(ranked.argmax())
+    where = [int(i) for i in torch.unravel_index(torch.tensor(index), error.shape)]
+    return float(error[tuple(where)]), where
+
+
+# ---- choices ----
+
+
+def _as_mask(entries: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Index sets [b, s, k] as masks [b, s, width], and how many indices are out of range or duplicates [b, s]."""
+    inside = (entries >= 0) & (entries < width)
+    count = torch.zeros(*entries.shape[:-1], width + 1, dtype=torch.int64)
+    count.scatter_add_(-1, entries.clamp(0, width).where(inside, torch.full_like(entries, width)), torch.ones_like(entries))
+    bad = ((entries >= 0) & ~inside).sum(-1) + (count[..., :width] > 1).sum(-1)
+    return count[..., :width] > 0, bad
+
+
+def _judge_choice(
+    audit: Audit, base: Verdict, got: Tensor, want: Tensor, scores: Tensor, valid: Tensor, noise: float, what: str, due: Tensor,
+) -> Verdict:  # fmt: skip
+    """Sets equal, or every difference a near-tie: the reference's score gap is below twice the twins' worst score error.
+
+    scores [b, s, e] are the reference's, -inf where a choice is not allowed; due [b, s] is how many must be chosen.
+    """
+    width = scores.shape[-1]
+    got_mask, got_bad = _as_mask(got, width)
+    want_mask, _ = _as_mask(want, width)
+    got_bad = got_bad + (got_mask & scores.isneginf()).sum(-1)
+    short = got_mask.sum(-1) != due
+    left_out, taken = want_mask & ~got_mask, got_mask & ~want_mask
+    differs = (left_out | taken).any(-1) & valid
+    gap = scores.masked_fill(~left_out, -math.inf).amax(-1) - scores.masked_fill(~taken, math.inf).amin(-1)
+    gap = torch.where(left_out.any(-1) & taken.any(-1), gap, torch.where((left_out | taken).any(-1), torch.inf, 0.0))
+    limit = 2 * noise
+    wrong = valid & ((got_bad > 0) | short | ~(gap <= limit) & differs)
+    near = differs & ~wrong
+    compared = int(valid.sum())
+    value = float(gap[differs].max()) if differs.any() else 0.0
+    details: dict[str, Any] = {"differing_queries": int(differs.sum()), "noise": noise}
+    where: list[int] = []
+    state, reason = (State.PASS, "") if compared else (State.NOT_RUN, "nothing was compared")
+    if wrong.any():
+        firsts = wrong.nonzero()
+        where = firsts[firsts[:, 1].argmin()].tolist()
+        details["first"] = where
+        b, s = where
+        taken_here, left_here = taken[b, s].nonzero().flatten().tolist()[:8], left_out[b, s].nonzero().flatten().tolist()[:8]
+        state = State.FAIL
+        reason = f"{int(wrong.sum())} of {compared} queries chose other {what}; at {where}: took {taken_here}, left out {left_here}, score gap {float(gap[b, s]):.3g} > {limit:.3g} (2 x twins' worst score error)"
+        if int(got_bad[b, s]):
+            reason += f"; {int(got_bad[b, s])} not allowed or twice"
+    return replace(
+        base, metric="score gap of differing choices", state=state, reason=reason, value=value, limit=limit, spent=value / limit if limit > 0 else (0.0 if value == 0 else math.inf),
+        floor=noise, k=2.0, eps=0.0, why="a choice may differ only where the reference's scores are closer than twice the twins' worst score error",
+        where=where, rows=compared, near_ties=int(near.sum()), details=details,
+    )  # fmt: skip
+
+
+def _judge_selected(audit: Audit, case: Case, base: Verdict, got: Tensor, want: Tensor, valid: Tensor) -> Verdict:
+    score_point = case.point.replace("selected", "indexer.score")
+    scores = audit.values("reference", score_point, case.phase, case.steps)
+    if scores.shape[-1] == 0:
+        scores = torch.full((*scores.shape[:-1], 1), -math.inf)
+    noise = audit.floor(case.mode, score_point).absolute
+    due = scores.isfinite().sum(-1).clamp(max=audit.config.index_topk)
+    return _judge_choice(audit, base, got, want, scores.double(), valid, noise, "entries", due)
+
+
+def _judge_experts(audit: Audit, case: Case, base: Verdict, got: Tensor, want: Tensor, valid: Tensor) -> Verdict:
+    layer = case.layer
+    assert layer is not None
+    gate_point = case.point.replace("experts", "gate")
+    scores = audit.values("reference", gate_point, case.phase, case.steps).double()
+    due = torch.full(valid.shape, audit.config.num_experts_per_tok)
+    if audit.config.is_hash(layer):
+        wanted, _ = _as_mask(want, scores.shape[-1])
+        scores = torch.where(wanted, 0.0, -math.inf)  # the table is the law: nothing else is allowed
+        due = wanted.sum(-1)
+        return _judge_choice(audit, base, got, want, scores.double(), valid, 0.0, "experts", due)
+    scores = scores + audit.reference.router_bias(layer).double()
+    return _judge_choice(audit, base, got, want, scores, valid, audit.floor(case.mode, gate_point).absolute, "experts", due)
+
+
+def _judge_visible(audit: Audit, case: Case, base: Verdict, got: Tensor, want: Tensor, valid: Tensor) -> Verdict:
+    """Window positions and compressed entries that attention read, as exact sets, duplicates included."""
+    W = audit.config.sliding_window
+    parts = []
+    for name, g, w in (("window positions", got[..., :W], want[..., :W]), ("compressed entries", got[..., W:], want[..., W:])):
+        width = max(g.shape[-1], w.shape[-1])
+        g, w = (grow_last(x, width, -1).sort(-1).values for x in (g, w))
+        parts.append((name, g, w, (g != w).any(-1) & valid))
+    differs = parts[0][3] | parts[1][3]
+    compared = int(valid.sum())
+    judgement = gates.judge_exact(int(differs.sum()), compared, "queries see other keys")
+    details: dict[str, Any] = {"differing_queries": int(differs.sum())}
+    where: list[int] = []
+    reason, component = judgement.reason, base.component
+    if differs.any():
+        firsts = differs.nonzero()
+        where = firsts[firsts[:, 1].argmin()].tolist()
+        details["first"] = where
+        b, s = where
+        for name, g, w, part in parts:
+            if part[b, s]:
+                have, due = g[b, s][g[b, s] >= 0].tolist(), w[b, s][w[b, s] >= 0].tolist()
+                extra, missing = sorted(set(have) - set(due)), sorted(set(due) - set(have))
+                twice = sorted({x for x in have if have.count(x) > 1})
+                reason += f"; at {where} {name}: missing {missing[:8]}, extra {extra[:8]}" + (f", twice {twice[:8]}" if twice else "")
+                details[name] = {"missing": missing[:64], "extra": extra[:64], "twice": twice[:64]}
+        component = "SWA ring" if parts[0][3][b, s] else base.component
+    return replace(
+        base, metric="queries whose key set differs", state=judgement.state, reason=reason, value=float(differs.sum()), limit=0.0,
+        spent=judgement.spent, why="which keys a query sees is exact", where=where, rows=compared, component=component, details=details,
+    )  # fmt: skip
+
+
+# ---- stream mixing ----
+
+
+def judge_mhc(audit: Audit, layer: int, phase: str, half: str) -> Verdict:
+    """Sums and ranges of one site over the whole phase, from the isolated run (inputs are the reference's own)."""
+    point = f"layers.{layer}.{half}.comb"
+    base = Verdict("mhc.sums", point, "isolated", State.NOT_RUN, "deviation of the sums of comb from the reference's", layer=layer, phase=phase, component="mHC", local=True, why=GATES["mhc.sums"].why)
+    values = {}
+    for name in ("pre", "post", "comb"):
+        for who in ("isolated", "reference"):
+            collected = whole_phase(audit, who, f"layers.{layer}.{half}.{name}", phase)
+            if collected is None:
+                return replace(base, reason=_why_missing(audit, f"layers.{layer}.{half}.{name}"))
+            values[name, who] = collected
+    comb, want = values["comb", "isolated"], values["comb", "reference"]
+    outside = sum(int((~((v > 0) & (v <= top))).sum()) for v, top in ((values["pre", "isolated"], 1 + 2 * audit.config.hc_eps), (values["post", "isolated"], 2.0)))
+    outside += int((~(comb >= 0)).sum())
+    # The last step normalises columns, so they are as near to 1 as FP32 allows; rows are as far as the reference's.
+    columns = float((comb.sum(-2) - want.sum(-2)).abs().max())
+    rows = float((comb.sum(-1) - want.sum(-1)).abs().max())
+    gate = GATES["mhc.sums"]
+    floor = audit.floor("isolated", point)
+    judgement = gates.judge(max(columns, rows), floor.absolute * audit.config.hc_mult if floor.rows else math.nan, gate.eps("isolated"), gate.k, comb.shape[0], "sum off by")
+    state, reason = judgement.state, judgement.reason
+    if outside:
+        state, reason = State.FAIL, f"{outside} values out of range: pre in (0, 1 + eps], post in (0, 2], comb >= 0"
+    return replace(
+        base, state=state, reason=reason, value=max(columns, rows), limit=judgement.limit, spent=judgement.spent, floor=floor.absolute * audit.config.hc_mult,
+        k=gate.k, eps=gate.eps("isolated"), rows=comb.shape[0],
+        details={"columns": columns, "rows": rows, "column_deviation": float((comb.sum(-2) - 1).abs().max()), "row_deviation": float((comb.sum(-1) - 1).abs().max())},
+    )  # fmt: skip
+
+
+def whole_phase(audit: Audit, who: str, point: str, phase: str) -> Tensor | None:
+    """Valid rows of a point over a whole phase, [rows, ...]; None where a tap is missing."""
+    audit.ensure(phase)
+    steps = None if phase == "prefill" else (0, audit.plan.steps - 1)
+    if audit.fired(who, point, phase, steps) < (1 if steps is None else audit.plan.steps):
+        return None
+    return audit.values(who, point, phase, steps)[audit.valid_over(phase, steps)]
+
+
+def _why_missing(audit: Audit, point: str) -> str:
+    if audit.crash is not None:
+        return f"production stopped in {audit.crash.phase}: {audit.crash.message}"
+    return f"tap {point} did not fire in every pass"
+
+
+# ---- residual ----
+
+
+def judge_residual(audit: Audit, layer: int, phase: str) -> Verdict:
+    """Ratio of production's |X| to the reference's after a layer, free-running: largest and RMS, worst stream."""
+    point = f"layers.{layer}.hc_ffn.X"
+    gate = GATES["residual"]
+    base = Verdict("residual", point, "free", State.NOT_RUN, "|X| ratio to the reference, off 1 by", layer=layer, phase=phase, component="mHC", why=gate.why)
+    got, want = (whole_phase(audit, who, point, phase) for who in ("production", "reference"))
+    if got is None or want is None:
+        return replace(base, reason=_why_missing(audit, point))
+    off = 0.0
+    details = {}
+    for name, size in (("absmax", lambda X: X.abs().amax((0, 2))), ("rms", lambda X: X.square().mean((0, 2)).sqrt())):
+        ratio = size(got.double()) / size(want.double())
+        details[name] = ratio.tolist()
+        off = max(off, float((ratio - 1).abs().nan_to_num(math.inf).max()))
+    floor = audit.floor("free", point)
+    judgement = gates.judge(off, floor.error if floor.rows else math.nan, gate.eps("free"), gate.k, got.shape[0], "|X| ratio off 1 by")
+    return replace(
+        base, state=judgement.state, reason=judgement.reason, value=off, limit=judgement.limit, spent=judgement.spent, floor=floor.error, k=gate.k,
+        eps=gate.eps("free"), rows=got.shape[0], details=details,
+    )  # fmt: skip
+
+
+# ---- logits ----
+
+
+def judge_flips(audit: Audit, phase: str) -> Verdict:
+    """Most likely tokens: a flip is allowed where the reference's margin is below twice that row's largest logit error."""
+    base = Verdict("logits.top1", "logits", "free", State.NOT_RUN, "flips beyond the margin", phase=phase, component="head", why="a flip needs an error of half the margin on both tokens")
+    got, want = (whole_phase(audit, who, "logits", phase) for who in ("production", "reference"))
+    if got is None or want is None:
+        return replace(base, reason=_why_missing(audit, "logits"))
+    got_top, want_top = got.argmax(-1), want.argmax(-1)
+    flipped = got_top != want_top
+    row = torch.arange(got.shape[0])
+    margin = want[row, want_top] - want[row, got_top]
+    error = (got - want).abs().amax(-1)
+    beyond = (flipped & ~(margin < 2 * error)) | got.isnan().any(-1)
+    judgement = gates.judge_exact(int(beyond.sum()), got.shape[0], "rows flip beyond the margin")
+    return replace(
+        base, state=judgement.state, reason=judgement.reason, value=float(beyond.sum()), limit=0.0, spent=judgement.spent, rows=got.shape[0],
+        near_ties=int((flipped & ~beyond).sum()), details={"flips": int(flipped.sum()), "agreement": float((~flipped).float().mean()), "largest_error": float(error.max())},
+    )  # fmt: skip
+
+
+def judge_greedy(audit: Audit) -> Verdict:
+    """Both models continue greedily; the first differing token must be a near-tie of the reference."""
+    base = Verdict("greedy", "logits", "free", State.NOT_RUN, "continuations that part beyond the margin", phase="decode", component="head", why="the first difference must lie within twice that step's largest logit error")
+    audit.ensure("prefill")
+    if audit.crash is not None:
+        return replace(base, reason=f"production stopped in {audit.crash.phase}: {audit.crash.message}")
+    result = audit.greedy()
+    if result is None:
+        assert audit.crash is not None
+        return replace(base, state=State.FAIL, reason=f"production stopped: {audit.crash.message}")
+    beyond = [
+        b for b, first in enumerate(result.first_difference)
+        if first is not None and not (result.margin[b] or 0.0) < 2 * (result.logit_error[b] or 0.0)
+    ]  # fmt: skip
+    judgement = gates.judge_exact(len(beyond), len(result.reference) if result.tokens else 0, "rows part beyond the margin")
+    near = sum(first is not None for first in result.first_difference) - len(beyond)
+    return replace(
+        base, state=judgement.state, reason=judgement.reason, value=float(len(beyond)), limit=0.0, spent=judgement.spent, rows=len(result.reference), near_ties=near,
+        details={"first_difference": result.first_difference, "margin": result.margin, "logit_error": result.logit_error, "tokens": result.tokens},
+    )  # fmt: skip

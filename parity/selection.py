@@ -1,0 +1,91 @@
+"""What to judge: `--layers 0-3,7` and `--phase` as cases, step groups and test ids. No tensors here.
+
+    from parity.selection import parse_layers; parse_layers("0-3,7", 8) -> (0, 1, 2, 3, 7)
+
+Tests: parity/unit/test_selection.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reference.config import InputError, ModelConfig
+from reference.points import points_of_layer, spec_of
+
+PHASES = ("prefill", "decode")
+MODES = ("isolated", "free")
+GROUP_STEPS = 32  # decode steps judged by one test; the first step is a group of its own
+
+
+def parse_layers(text: str | None, count: int) -> tuple[int, ...]:
+    """The layers of a list such as `0-3,7`, ascending; None is all. Raises InputError that quotes the bad part."""
+    if text is None:
+        return tuple(range(count))
+    layers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
+        if match is None:
+            raise InputError(f"--layers {text}: {part!r} is neither a layer nor a range such as 0-3")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first > last:
+            raise InputError(f"--layers {text}: range {part.strip()} runs backwards")
+        if last >= count:
+            raise InputError(f"--layers {text}: layer {last} does not exist; the checkpoint has layers 0-{count - 1}")
+        layers.update(range(first, last + 1))
+    return tuple(sorted(layers))
+
+
+def parse_phases(text: str) -> tuple[str, ...]:
+    """`prefill`, `decode` or `both`."""
+    return PHASES if text == "both" else (text,)
+
+
+def step_groups(steps: int) -> tuple[tuple[int, int], ...]:
+    """First and last decode step of every judged group: step 0 alone, then GROUP_STEPS at a time."""
+    if steps < 1:
+        return ()
+    groups = [(0, 0)]
+    for first in range(1, steps, GROUP_STEPS):
+        groups.append((first, min(first + GROUP_STEPS, steps) - 1))
+    return tuple(groups)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One judged cell: a point (a layer's, or the model's own) in one phase and mode; decode: one step group."""
+
+    phase: str
+    point: str
+    mode: str
+    layer: int | None = None
+    steps: tuple[int, int] | None = None
+
+    @property
+    def id(self) -> str:
+        name = self.point.split(".", 2)[2] if self.layer is not None else self.point
+        where = f"L{self.layer}-{name}" if self.layer is not None else name
+        steps = "" if self.steps is None else f"-steps{self.steps[0]}to{self.steps[1]}"
+        return f"{self.phase}-{where}-{self.mode}{steps}"
+
+
+def layer_cases(config: ModelConfig, layers: Sequence[int], phases: Sequence[str], steps: int) -> list[Case]:
+    """Every point of every layer, phase and mode, in dataflow order."""
+    cases = []
+    for phase in phases:
+        for layer in layers:
+            for point in points_of_layer(config, layer):
+                for mode in MODES:
+                    cases += [Case(phase, point, mode, layer, group) for group in _groups(phase, steps)]
+    return cases
+
+
+def model_cases(phases: Sequence[str], steps: int) -> list[Case]:
+    """The model's own points; they exist in the free-running chain only."""
+    names = ("embed", "hc_head", "norm", "logits")
+    return [Case(phase, spec_of(name).name, "free", None, g) for phase in phases for name in names for g in _groups(phase, steps)]
+
+
+def _groups(phase: str, steps: int) -> tuple[tuple[int, int] | None, ...]:
+    return (None,) if phase == "prefill" else step_groups(steps)

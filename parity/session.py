@@ -1,0 +1,505 @@
+"""The life of one audit under pytest: options, input checks, models, ledger, summary, report.
+
+Bad input is a usage error (exit 4, one line) before anything is written. Exit 0: every asked gate passed; 1: a gate
+failed, or something asked was not run. Tests: parity/unit/test_session.py, which runs the real command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parity import faults, selection
+from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
+from probes.core import inputs
+from probes.core.records import Coverage, Divergence, Header, Kernel, Ledger, Record, State, Verdict, summarise
+from reference.checkpoint import Checkpoint
+from reference.config import InputError
+from reference.points import points_of_model
+
+ROOT = Path(__file__).resolve().parents[1]
+DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "tiny-dsv4"
+DEFAULT_PROMPT = "medium.txt:0:250"
+DEFAULT_STEPS = 130
+DEFAULT_MAX_CONTEXT = 8192
+RUNS = ROOT / "reports" / "runs"
+UNIT = ROOT / "parity" / "unit"
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """The command line of `pytest parity/`."""
+    group = parser.getgroup("parity", "DeepSeek-V4 parity audit")
+    group.addoption("--phase", choices=["prefill", "decode", "both"], default="both", help="what is judged (default: both)")
+    group.addoption("--layers", default=None, metavar="0-3,7", help="layers that are judged; all up to the highest are run (default: all)")
+    group.addoption("--checkpoint", default=str(DEFAULT_CHECKPOINT), metavar="DIR", help="checkpoint directory (default: the bundled one)")
+    group.addoption("--prompt", action="append", default=None, metavar="FILE[:START:END]", help="text or .json token ids, tokens START to END; may repeat, one batch row each (default: medium.txt:0:250)")
+    group.addoption("--steps", default=str(DEFAULT_STEPS), metavar="N", help="decode steps after the prompt (default: 130)")
+    group.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where production runs (default: cpu)")
+    group.addoption("--max-context", default=str(DEFAULT_MAX_CONTEXT), metavar="N", help="tokens the KV cache holds (default: 8192)")
+    group.addoption("--report", default=None, metavar="DIR", help="where run.jsonl, report.html and junit.xml go (default: reports/runs/<date>-<commit>)")
+    group.addoption("--inject", default=None, metavar="ID", help="plant a fault in a copy of production and kernels")
+    group.addoption("--faults", default=None, metavar="FILE", help="list of faults for --inject (default: parity/faults.toml)")
+
+
+def _within_unit(path: Path) -> bool:
+    return path == UNIT or UNIT in path.parents
+
+
+def _asked_paths(config: pytest.Config) -> list[Path]:
+    return [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
+
+
+def is_audit(config: pytest.Config) -> bool:
+    """True unless only the project's own tests were asked for."""
+    return not all(_within_unit(path) for path in _asked_paths(config))
+
+
+def ignore_collect(path: Path, config: pytest.Config) -> bool | None:
+    """parity/unit is collected only when it is named."""
+    if _within_unit(path) and not any(_within_unit(asked) for asked in _asked_paths(config)):
+        return True
+    return None
+
+
+def _whole(text: str, option: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise InputError(f"{option} {text}: expected a whole number") from None
+    if value < least:
+        raise InputError(f"{option} {text}: expected at least {least}")
+    return value
+
+
+@dataclass
+class Run:
+    """One audit: what was asked, the models, and the ledger."""
+
+    config: pytest.Config
+    phases: tuple[str, ...]
+    layers: tuple[int, ...]
+    steps: int
+    max_context: int
+    device: str
+    checkpoint_dir: Path
+    prompts: list[Any]
+    fault: faults.Fault | None
+    report_dir: Path
+    fault_copy: Path | None = None
+    ledger: Ledger | None = None
+    audit: Audit | None = None
+    load_crash: str | None = None
+    device_reason: str | None = None
+    started: float = field(default_factory=time.perf_counter)
+    judged: set[str] = field(default_factory=set)
+    closing: list[str] = field(default_factory=list)
+    devices: list[Any] = field(default_factory=list)
+
+    def record(self, record: Record) -> None:
+        if isinstance(record, Verdict):
+            self.judged.add(record.test_id)
+        if self.ledger is not None:
+            self.ledger.write(record)
+
+
+RUN = pytest.StashKey[Run]()
+DESELECTED = pytest.StashKey[int]()
+
+
+def run_of(config: pytest.Config) -> Run:
+    """The audit of this pytest session."""
+    return config.stash[RUN]
+
+
+# ---- start ----
+
+
+def configure(config: pytest.Config) -> None:
+    """Check everything the user gave; nothing is written. Raises pytest.UsageError."""
+    if not is_audit(config):
+        return
+    try:
+        run = _checked(config)
+    except InputError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.stash[RUN] = run
+
+
+def _checked(config: pytest.Config) -> Run:
+    option = config.getoption
+    steps = _whole(option("--steps"), "--steps", 0)
+    max_context = _whole(option("--max-context"), "--max-context", 1)
+    directory = Path(option("--checkpoint"))
+    if not directory.is_absolute():
+        directory = Path(os.path.normpath(config.invocation_params.dir / directory))
+    phases = selection.parse_phases(option("--phase"))
+    if "decode" in phases and steps == 0:
+        if option("--phase") == "decode":
+            raise InputError("--phase decode --steps 0: no decode step to judge")
+        phases = ("prefill",)
+    model_config = Checkpoint(directory, range(1)).config
+    layers = selection.parse_layers(option("--layers"), model_config.num_hidden_layers)
+    Checkpoint(directory, range(max(layers) + 1))
+    if max_context > model_config.max_position_embeddings:
+        raise InputError(f"--max-context {max_context}: the checkpoint's max_position_embeddings is {model_config.max_position_embeddings}")
+    prompts = [inputs.read_prompt(spec, directory, model_config.vocab_size) for spec in option("--prompt") or [DEFAULT_PROMPT]]
+    longest = max(len(prompt.ids) for prompt in prompts)
+    needed = longest + (steps if "decode" in phases else 0)
+    if needed > max_context:
+        raise InputError(f"prompt of {longest} tokens and {needed - longest} steps need {needed} tokens, --max-context is {max_context}")
+    fault = None
+    if option("--inject") is not None:
+        fault = faults.find_fault(option("--inject"), Path(option("--faults")) if option("--faults") else faults.OPEN_LIST)
+    elif option("--faults") is not None:
+        raise InputError("--faults needs --inject ID")
+    return Run(
+        config, phases, layers, steps if "decode" in phases else 0, max_context, option("--device"), directory, prompts, fault, _report_dir(option("--report"), config),
+    )  # fmt: skip
+
+
+def _report_dir(given: str | None, config: pytest.Config) -> Path:
+    if given is None:
+        stamp = datetime.datetime.now().strftime("%Y-%m-%dT%H%M%S")
+        path = RUNS / f"{stamp}-{git_commit()[0] or 'nogit'}"
+        number = 1
+        while path.exists():
+            number += 1
+            path = RUNS / f"{stamp}-{git_commit()[0] or 'nogit'}-{number}"
+    else:
+        path = Path(os.path.normpath(config.invocation_params.dir / given))
+    parent = path
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise InputError(f"--report {path}: {parent} is no directory")
+    if not os.access(parent, os.W_OK | os.X_OK) or _read_only(parent):
+        raise InputError(f"--report {path}: {parent} cannot be written")
+    return path
+
+
+def _read_only(directory: Path) -> bool:
+    """True where a probe file cannot be made: the access bits mean little to a superuser."""
+    probe = directory / f".write-{os.getpid()}"
+    try:
+        probe.touch()
+    except OSError:
+        return True
+    probe.unlink()
+    return False
+
+
+def start(session: pytest.Session) -> None:
+    """Load both models and open the ledger. Raises pytest.UsageError on bad input."""
+    config = session.config
+    if RUN not in config.stash or config.getoption("collectonly"):
+        return
+    run = config.stash[RUN]
+    try:
+        if run.fault is not None:
+            run.fault_copy = faults.plant(run.fault)
+            faults.import_from(run.fault_copy)
+        _load(run)
+        run.report_dir.mkdir(parents=True, exist_ok=True)
+        for name in ("run.jsonl", "report.html", "junit.xml"):
+            (run.report_dir / name).unlink(missing_ok=True)
+        run.ledger = Ledger(run.report_dir / "run.jsonl")
+    except InputError as error:
+        raise pytest.UsageError(str(error)) from None
+    except OSError as error:
+        raise pytest.UsageError(f"--report {run.report_dir}: {error.strerror}: {error.filename}") from None
+    run.record(header(run))
+
+
+def say(run: Run) -> Callable[[str], None]:
+    """Progress lines that reach the terminal also while pytest captures."""
+    reporter = run.config.pluginmanager.getplugin("terminalreporter")
+
+    def line(text: str) -> None:
+        if reporter is not None and run.config.getoption("verbose") >= 0:
+            reporter.ensure_newline()
+            reporter.write_line(f"  {text}")
+
+    return line
+
+
+def _load(run: Run) -> None:
+    import reference
+
+    layers = range(max(run.layers) + 1)
+    tell = say(run)
+    policy: Any = "published"
+    try:
+        from production.model import POLICY
+
+        policy = POLICY
+    except Exception as error:
+        run.load_crash = f"import production: {type(error).__name__}: {error}"
+    with contextlib.redirect_stdout(_Lines(tell)):
+        model = reference.load(run.checkpoint_dir, policy=policy, layers=layers, max_context=run.max_context)
+    twins = [model.twin(order) for order in TWIN_ORDERS]
+    production = None
+    if run.load_crash is None:
+        try:
+            production = load_production(run)
+        except Exception as error:
+            run.load_crash = f"production.load: {type(error).__name__}: {error}"
+    plan = Plan(
+        rows=[p.ids for p in run.prompts], continuation=[p.continuation for p in run.prompts],
+        phases=run.phases, layers=run.layers, steps=run.steps, max_context=run.max_context, checkpoint_dir=str(run.checkpoint_dir),
+    )  # fmt: skip
+    run.audit = Audit(model, production if production is not None else _Missing(model), twins, plan, say=tell)
+    if run.load_crash is not None:
+        run.audit.crash = Crash("load", None, "load", run.load_crash)
+
+
+def load_production(run: Run) -> Any:
+    """Production on the asked device. Without a device everything that needs it is not run."""
+    import production
+
+    if run.device == "cuda" and not torch.cuda.is_available():
+        run.device_reason = "no device: --device cuda, and torch sees no CUDA device here"
+        raise RuntimeError(run.device_reason)
+    return production.load(run.checkpoint_dir, device=run.device, max_context=run.max_context, layers=range(max(run.layers) + 1))
+
+
+class _Missing:
+    """Stands for a production that could not be loaded: it has taps that never fire."""
+
+    def __init__(self, model: Any) -> None:
+        self.taps = type(model.taps)(model.taps.points)
+        self.policy = model.policy
+
+
+class _Lines:
+    """A text stream that hands whole lines on."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.tell, self.rest = tell, ""
+
+    def write(self, text: str) -> int:
+        self.rest += text
+        *lines, self.rest = self.rest.split("\n")
+        for line in filter(str.strip, lines):
+            self.tell(line)
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+# ---- header ----
+
+
+def git_commit() -> tuple[str, bool]:
+    """Short commit and whether the tree is dirty; empty outside of a repository."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=20)
+        status = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return "", False
+    return (commit.stdout.strip(), bool(status.stdout.strip())) if commit.returncode == 0 else ("", False)
+
+
+def environment(run: Run) -> dict[str, Any]:
+    """Facts of this machine, read here and now."""
+    facts: dict[str, Any] = {
+        "python": platform.python_version(), "torch": torch.__version__, "platform": platform.platform(), "cpu": platform.machine(),
+        "cores": os.cpu_count(), "compiler": _first_line(["g++", "--version"]), "gpu": None, "cuda": torch.version.cuda,
+    }  # fmt: skip
+    if run.device == "cuda" and torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name(0)
+        facts["capability"] = "sm_{}{}".format(*torch.cuda.get_device_capability(0))
+        facts["driver"] = _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return facts
+
+
+def _first_line(command: list[str]) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.splitlines()
+        return lines[0].strip() if lines else None
+    return None
+
+
+def header(run: Run) -> Header:
+    """The first record."""
+    assert run.audit is not None
+    config = run.audit.reference.config
+    commit, dirty = git_commit()
+    kinds = [config.kind(layer) for layer in range(config.num_hidden_layers)]
+    notes = [f"unknown config keys: {', '.join(config.unknown_keys)}"] if config.unknown_keys else []
+    if run.fault is not None:
+        notes.append(f"fault {run.fault.id} is planted in a copy of production: {run.fault.title}")
+    checkpoint = Checkpoint(run.checkpoint_dir, range(max(run.layers) + 1))
+    if checkpoint.ignored:
+        notes.append(f"{len(checkpoint.ignored)} mtp tensors ignored")
+    return Header(
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), command=command_line(run.config), commit=commit, dirty=dirty,
+        environment=environment(run), checkpoint=_shown(run.checkpoint_dir), checkpoint_hash=checkpoint.hash(),
+        model={
+            "layers": config.num_hidden_layers, "window": kinds.count("window"), "csa": kinds.count("csa"), "hca": kinds.count("hca"), "kinds": kinds,
+            "hidden_size": config.hidden_size, "heads": config.num_attention_heads, "head_dim": config.head_dim, "hc_mult": config.hc_mult,
+            "sliding_window": config.sliding_window, "index_topk": config.index_topk, "n_routed_experts": config.n_routed_experts, "vocab_size": config.vocab_size,
+        },
+        device=run.device, policy=sorted(run.audit.production.policy), phases=list(run.phases), layers=list(run.layers), layers_run=list(run.audit.layers_run),
+        prompts=[p.label for p in run.prompts], tokens=[len(p.ids) for p in run.prompts], steps=run.steps, max_context=run.max_context,
+        inject=run.fault.id if run.fault else None, notes=notes,
+    )  # fmt: skip
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if ROOT in path.parents else str(path)
+
+
+def command_line(config: pytest.Config) -> str:
+    """What was typed, as a line that can be typed again."""
+    import shlex
+
+    return shlex.join(["pytest", *map(str, config.invocation_params.args)])
+
+
+# ---- finish ----
+
+
+def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Record], Path], Path]) -> None:
+    """Close the ledger with its summary, write the report, set the exit code."""
+    config = session.config
+    run = config.stash.get(RUN, None)
+    if run is None or run.ledger is None or run.audit is None:
+        return
+    ledger = run.ledger
+    _record_unreached(session, run)
+    narrowed = _narrowed(session)
+    if not narrowed:
+        for record in coverage(run):
+            ledger.write(record)
+    from parity.measure import measurements
+
+    for record in measurements(run.audit):
+        ledger.write(record)
+    for record in [*run.audit.mechanisms(), *kernels(run)]:
+        ledger.write(record)
+    summary = summarise(ledger.records, time.perf_counter() - run.started, first_divergence(ledger.records, run))
+    if narrowed:
+        summary = replace(summary, reasons=[*summary.reasons, narrowed], verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
+    ledger.write(summary)
+    ledger.close()
+    report = render(ledger.records, run.report_dir)
+    shown = Path(os.path.relpath(report)) if not os.path.relpath(report).startswith("../..") else report
+    reason = f" ({summary.reasons[0]})" if summary.verdict == "incomplete" and summary.reasons else ""
+    run.closing = [f"verdict: {summary.verdict}{reason}", f"report: {shown}"]
+    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        clean = summary.verdict == "pass" or (bool(narrowed) and exitstatus == 0 and not summary.not_run)
+        session.exitstatus = pytest.ExitCode.OK if clean else pytest.ExitCode.TESTS_FAILED
+
+
+def _record_unreached(session: pytest.Session, run: Run) -> None:
+    for item in session.items:
+        if item.nodeid not in run.judged:
+            gate = item.name.split("[")[0]
+            run.record(Verdict(gate, gate, "operation", State.NOT_RUN, "none", reason="the run ended before this test", test_id=item.nodeid))
+
+
+def _narrowed(session: pytest.Session) -> str:
+    """Not empty when the user picked single tests: coverage is then not asked for, and the verdict says so."""
+    deselected = session.config.stash.get(DESELECTED, 0)
+    picked = any("::" in arg or arg.endswith(".py") for arg in session.config.args)
+    if not deselected and not picked:
+        return ""
+    return f"only {len(session.items)} tests were selected" + (f", {deselected} deselected" if deselected else "")
+
+
+def deselected(items: Sequence[pytest.Item]) -> None:
+    """Count what `-k` and `-m` left out."""
+    stash = items[0].config.stash
+    stash[DESELECTED] = stash.get(DESELECTED, 0) + len(items)
+
+
+def coverage(run: Run) -> list[Coverage]:
+    """Every asked cell of phase x point x mode, and how often its tap fired."""
+    assert run.audit is not None
+    cells = []
+    for phase, point, layer, mode, who in run.audit.coverage_points():
+        steps = None if phase == "prefill" else (0, run.steps - 1)
+        expected = 1 if steps is None else run.steps
+        observed = run.audit.fired(who, point, phase, steps)
+        cells.append(Coverage(phase, layer, point, mode, expected, observed))
+    return cells
+
+
+def kernels(run: Run) -> list[Kernel]:
+    """What really ran, from the launcher's own count."""
+    assert run.audit is not None
+    counts: dict[tuple[str, str, str, str], int] = {}
+    model = getattr(run.audit.production, "kernels", None)
+    for entries in [model() if model is not None else [], *[device.ran for device in run.devices]]:
+        for source, kernel, arch, build, launches in entries:
+            counts[source, kernel, arch, build] = counts.get((source, kernel, arch, build), 0) + launches
+    return [Kernel(*key, launches=n) for key, n in sorted(counts.items())]
+
+
+def first_divergence(records: list[Record], run: Run) -> Divergence | None:
+    """The failed gate that comes first: phase, then decode step, then dataflow; isolated before free at one place.
+
+    A single operation that fails alone is named without layer and phase.
+    """
+    assert run.audit is not None
+    order = {point: i for i, point in enumerate(points_of_model(run.audit.config, run.audit.layers_run))}
+    chain: list[tuple[tuple[int, int, int, int], Verdict]] = []
+    operations: list[Verdict] = []
+    passed: set[tuple[str, str | None, int | None]] = set()
+    for record in records:
+        if not isinstance(record, Verdict):
+            continue
+        if record.mode in ("isolated", "free") and record.phase is not None and record.point in order:
+            if record.state is State.FAIL:
+                step = record.details.get("first_step", record.step_first)
+                step = -1 if step is None else int(step)
+                key = (selection.PHASES.index(record.phase), step, order[record.point], selection.MODES.index(record.mode))
+                chain.append((key, record))
+            elif record.state is State.PASS and record.mode == "isolated":
+                passed.add((record.point, record.phase, record.step_first))
+        elif record.state is State.FAIL:
+            operations.append(record)
+    if chain:
+        key, first = min(chain, key=lambda entry: entry[0])
+        local = True if first.mode == "isolated" else ((first.point, first.phase, first.step_first) not in passed)
+        return Divergence(first.layer, first.point, first.phase, key[1] if key[1] >= 0 else None, local, first.component)
+    if operations:
+        first = operations[0]
+        return Divergence(first.layer, first.point, first.phase, first.step_first, first.local, first.component)
+    return None
+
+
+def closing_lines(reporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The last two lines of a run."""
+    run = config.stash.get(RUN, None)
+    if run is not None and run.closing:
+        config.add_cleanup(lambda: print("\n".join(run.closing), flush=True))
+
+
+def unconfigure(config: pytest.Config) -> None:
+    """Close what a killed run left open and remove the mutated copy."""
+    run = config.stash.get(RUN, None)
+    if run is None:
+        return
+    if run.ledger is not None:
+        run.ledger.close()
+    if run.fault_copy is not None:
+        shutil.rmtree(run.fault_copy, ignore_errors=True)
+        if str(run.fault_copy) in sys.path:
+            sys.path.remove(str(run.fault_copy))
