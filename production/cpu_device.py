@@ -94,6 +94,11 @@ class _KernelInfo(ctypes.Structure):
                 ("thread_locals", ctypes.c_void_p), ("dynamic_shared", ctypes.c_void_p)]  # fmt: skip
 
 
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def options(
     *,
     workers: int | None = None,
@@ -116,9 +121,7 @@ def options(
     for given, known in ((order, ORDERS), (mma_sum, MMA_SUMS)):
         if given not in known:
             raise KernelError(f"'{given}' is not known; {near(given, known)}")
-    return _Options(
-        workers or os.cpu_count() or 1, ORDERS[order], checks, int(strict), MMA_SUMS[mma_sum], int(fast_tiles), seed
-    )
+    return _Options(workers or cores(), ORDERS[order], checks, int(strict), MMA_SUMS[mma_sum], int(fast_tiles), seed)
 
 
 # ---- finding what a build needs ----
@@ -271,7 +274,9 @@ class Module:
         text = texts[source.name]
         self.kernel_names = [name for name, _ in instances] or kernel_names(text)
         if not self.kernel_names:
-            raise KernelError(f'{source}: no `extern "C" __global__ void name(`; the loader looks for that text, not through macros')
+            raise KernelError(
+                f'{source}: no `extern "C" __global__ void name(`; the loader looks for that text, not through macros'
+            )
         self.declared = {} if instances else signatures(texts)
         unit = _translation_unit(source, text, list(instances) or [(name, name) for name in self.kernel_names])
         runtime = build_runtime(source.parent)
@@ -297,7 +302,9 @@ class Module:
                 obj, made = scratch / "kernels.o", scratch / output.name
                 _run_compiler([compiler(), *flags, *paths, "-x", "c++", "-c", "-o", str(obj), "-"], source.name, unit)
                 # Linked without -fsanitize=thread, so that libtsan stays out.
-                _run_compiler([compiler(), "-shared", str(obj), str(runtime), "-Wl,-rpath,$ORIGIN", "-o", str(made)], source.name)
+                _run_compiler(
+                    [compiler(), "-shared", str(obj), str(runtime), "-Wl,-rpath,$ORIGIN", "-o", str(made)], source.name
+                )
                 os.replace(made, output)
         return key, output
 
@@ -331,7 +338,7 @@ def build_all(sources: Sequence[Path], *, checked: bool = False) -> None:
     if not sources:
         return
     build_runtime(sources[0].parent)
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         jobs = [pool.submit(Module, source, checked=checked) for source in sources]
     for job in jobs:
         job.result()

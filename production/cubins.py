@@ -30,7 +30,7 @@ from production import cpu_device
 from production.signatures import KernelError, include_closure, kernel_names, near
 
 ARCHS = ("sm_90a", "sm_100a")
-FLAGS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", "-default-device",
+FLAGS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true",
          "--ptxas-options=-v")  # fmt: skip
 NUMPY_TYPES: dict[str, Callable[[Any], Any]] = {
     "f32": np.float32, "f64": np.float64, "b8": np.bool_, "i8": np.int8, "u8": np.uint8, "i16": np.int16, "u16": np.uint16,
@@ -170,9 +170,12 @@ def usage_of(log: str) -> tuple[Usage, ...]:
         found[name] = found.get(name, "") + line + "\n"
     return tuple(
         Usage(
-            kernel, _number(r"Used (\d+) registers", text), _number(r"(\d+) bytes spill (?:stores|loads)", text),
-            _number(r"(\d+) bytes stack frame", text), _number(r"(\d+) bytes smem", text),
-        )  # fmt: skip
+            kernel,
+            _number(r"Used (\d+) registers", text),
+            _number(r"(\d+) bytes spill (?:stores|loads)", text),
+            _number(r"(\d+) bytes stack frame", text),
+            _number(r"(\d+) bytes smem", text),
+        )
         for kernel, text in found.items()
         if kernel
     )
@@ -213,7 +216,7 @@ def build_all(sources: Sequence[Path], archs: Sequence[str] = ARCHS) -> list[Cub
         except KernelError as error:
             return error
 
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(cpu_device.cores()) as pool:
         return list(pool.map(attempt, [(source, arch) for source in sources for arch in archs]))
 
 

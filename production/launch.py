@@ -10,7 +10,6 @@ cannot run raises KernelError; nothing stands in for it. Tests: parity/unit/test
 
 from __future__ import annotations
 
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -130,7 +129,9 @@ class CpuDevice(Device):
         found.launch(grid, block, args, shared_bytes, self._options)
 
     def prebuild(self, sources: Sequence[str] | None = None) -> None:
-        cpu_device.build_all([self.source_path(s) for s in (self.sources() if sources is None else sources)], checked=self.checked)
+        cpu_device.build_all(
+            [self.source_path(s) for s in (self.sources() if sources is None else sources)], checked=self.checked
+        )
 
     def synchronize(self) -> None:
         pass

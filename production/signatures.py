@@ -116,7 +116,9 @@ def _parameter(text: str, kernel: str, aliases: Mapping[str, str]) -> Parameter:
             break
         base = " ".join(aliases[base].split())
     if base not in TYPES or stars > 1:
-        raise KernelError(f"{kernel}: parameter `{text}` has type {base + '*' * stars}; known: {', '.join(TYPES)}, and pointers to these")
+        raise KernelError(
+            f"{kernel}: parameter `{text}` has type {base + '*' * stars}; known: {', '.join(TYPES)}, and pointers to these"
+        )
     return Parameter(name, TYPES[base], BY_VALUE if not stars else POINTER_TO_CONST if constant else POINTER)
 
 
@@ -163,8 +165,10 @@ class Converter:
 
     def __post_init__(self) -> None:
         for p in self.parameters:
-            if p.is_pointer and p.type not in DTYPES or not p.is_pointer and p.type not in _SLOTS:
-                raise KernelError(f"{self.kernel}: parameter '{p.name}' has a type that no argument fits; known: {', '.join(TYPES)}")
+            if (p.is_pointer and p.type not in DTYPES) or (not p.is_pointer and p.type not in _SLOTS):
+                raise KernelError(
+                    f"{self.kernel}: parameter '{p.name}' has a type that no argument fits; known: {', '.join(TYPES)}"
+                )
         self.packer = struct.Struct("=" + "".join("Q" if p.is_pointer else _SLOTS[p.type] for p in self.parameters))
         self._scratch = bytearray(max(8, self.packer.size))
         self._plan = [(p.is_pointer, DTYPES.get(p.type, frozenset())) for p in self.parameters]
