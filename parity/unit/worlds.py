@@ -139,7 +139,8 @@ def _random(name: str, spec: TensorSpec, config: ModelConfig, rng: torch.Generat
         return 1 + 0.2 * normal
     if name == "embed.weight":
         return normal
-    return normal * (1.5 if name.endswith("gate.weight") else 1.0) / spec.shape[-1] ** 0.5
+    spread = (1.5 if name.endswith("gate.weight") else 1.0) * float(spec.shape[-1]) ** -0.5
+    return normal * spread
 
 
 def tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
