@@ -90,7 +90,9 @@ __device__ __forceinline__ void mix_streams(const __nv_bfloat16 *x, const float 
 #pragma unroll
           for (int j = 0; j < 8; j++) part[k][j] = fmaf(w[j], v[j], part[k][j]);
         } else {
-          for (int j = 0; j < dim - c; j++) part[k][j] = fmaf(w[j], v[j], part[k][j]);
+#pragma unroll
+          for (int j = 0; j < 8; j++)
+            if (c + j < dim) part[k][j] = fmaf(w[j], v[j], part[k][j]);
         }
       }
     }

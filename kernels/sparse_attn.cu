@@ -55,6 +55,15 @@ __device__ __forceinline__ Key find_key(const Keys &keys, int i) {
 // exp(a - b) for b >= a, also where both are infinite; NaN stays NaN.
 __device__ __forceinline__ float exp_below(float a, float b) { return a == b ? 1.f : expf(a - b); }
 
+__device__ __forceinline__ float pairwise(const float (&v)[SUMS]) {
+  float eight[8], four[4];
+#pragma unroll
+  for (int j = 0; j < 8; j++) eight[j] = v[j] + v[j + 8];
+#pragma unroll
+  for (int j = 0; j < 4; j++) four[j] = eight[j] + eight[j + 4];
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
 __device__ __forceinline__ int padded_row(int d) { return (d + 15) / 16 * 16 + 4; }
 
 // Scores and values of keys first .. end - 1, at least one, for up to `group` heads. acc[head][column], running maximum
@@ -103,11 +112,7 @@ __device__ __forceinline__ Partial attend(const Keys &keys, const __nv_bfloat16 
       for (int c = 0; c < width; c += SUMS)
 #pragma unroll
         for (int j = 0; j < SUMS; j++) part[j] = fmaf(a[c + j], b[c + j], part[j]);
-#pragma unroll
-      for (int half = SUMS / 2; half > 0; half /= 2)
-#pragma unroll
-        for (int j = 0; j < half; j++) part[j] += part[j + half];
-      score[i] = seen[k] ? part[0] * scale : -INFINITY;
+      score[i] = seen[k] ? pairwise(part) * scale : -INFINITY;
     }
     __syncthreads();
     if (tid < heads) {
@@ -292,8 +297,12 @@ sparse_attn_combine(const float *part_o, const float *part_ml, const float *sink
       if (ml[1] == 0.f) continue;  // nothing was summed, nothing was written
       const float share = exp_below(ml[0], largest);
       const float *from = part_o + (row0 + s * stride) * d + c;
-      for (int j = 0; j < width; j++) o[j] = fmaf(share, from[j], o[j]);
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        if (j < width) o[j] = fmaf(share, from[j], o[j]);
     }
-    for (int j = 0; j < width; j++) out[token * out_stride + (long long)h * d + c + j] = to_bf16(o[j] / denominator);
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      if (j < width) out[token * out_stride + (long long)h * d + c + j] = to_bf16(o[j] / denominator);
   }
 }
