@@ -1,0 +1,191 @@
+"""Attention of one layer: the two compressors, the indexer that chooses among compressed entries, attention itself.
+
+The twin of reference/attention.py: same classes, same order, every step a kernel. State is in place: a layer's cache
+(production/cache.py) takes the tokens of the call, the results are buffers of the call (production/workspace.py).
+
+Axes: reference/points.py. Tests: parity/unit/test_production.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from production import ops
+from production.cache import LayerCache
+from production.launch import Device
+from production.weights import AttentionWeights, CompressorWeights, IndexerWeights, Linear8, inv_freq
+from production.workspace import PoolBuffers, Step
+from reference.config import ModelConfig
+
+if TYPE_CHECKING:
+    from production.model import State
+
+
+def linear_fp8(dev: Device, x: Tensor, w: Linear8, out: Tensor, step: Step, groups: int = 1) -> None:
+    """out [T, N] bf16 = x [T, K] times an FP8 matrix, in the variant of the phase."""
+    ops.linear_fp8(dev, x, w.weight, w.scale, out, groups=groups, variant=step.variant)
+
+
+class _Compressor:
+    """Projections and pooling, common to the two compressors of dsv4.md section 1.3."""
+
+    def __init__(self, dev: Device, config: ModelConfig, weights: CompressorWeights, ratio: int, freq: Tensor) -> None:
+        self.dev, self.config, self.weights, self.ratio, self.freq = dev, config, weights, ratio, freq
+
+    def pool(self, x: Tensor, buf: PoolBuffers, kv: Tensor, gate: Tensor, step: Step) -> None:
+        """x [T, D] bf16, state rows kv, gate -> buf.rows [b, E, d'], pooled and normed, not yet rotated; buf.entry."""
+        dev, w = self.dev, self.weights
+        ops.linear_bf16(dev, x, w.wkv, buf.kv.view(len(x), -1), variant=step.variant)
+        ops.linear_bf16(dev, x, w.wgate, buf.gate.view(len(x), -1), variant=step.variant)
+        if step.decode:
+            ops.compressor_step(
+                dev, buf.kv[:, 0], buf.gate[:, 0], w.ape, kv, gate, step.start, step.count,
+                buf.pooled, buf.entry, buf.entry_position, self.ratio,
+            )  # fmt: skip
+        else:
+            ops.compressor_prefill(
+                dev, buf.kv, buf.gate, w.ape, kv, gate, step.start, step.count,
+                buf.pooled, buf.entry, buf.entry_position, self.ratio,
+            )  # fmt: skip
+        ops.rms_norm(dev, buf.pooled.flatten(0, 1), w.norm, buf.rows.flatten(0, 1), self.config.rms_norm_eps)
+
+
+class MainCompressor(_Compressor):
+    """Compressed entries of a layer: pooled, normed, rotated at entry * ratio, stored e4m3 | bf16 rotary dims."""
+
+    def __call__(self, x: Tensor, cache: LayerCache, step: Step) -> None:
+        assert cache.entries is not None
+        assert cache.state is not None
+        buf = step.call.pool[f"compressor.{self.ratio}"]
+        self.pool(x, buf, cache.state.kv, cache.state.gate, step)
+        ops.rope(self.dev, buf.rows.flatten(0, 1)[:, None], buf.entry_position.flatten(), self.freq)
+        ops.store_entries(self.dev, buf.rows, buf.entry, cache.entries)
+
+
+class IndexerKeyCompressor(_Compressor):
+    """The indexer's keys, ONE of index_head_dim per entry: pooled, normed, rotated, Hadamard, stored e2m1."""
+
+    def __call__(self, x: Tensor, cache: LayerCache, step: Step) -> None:
+        assert cache.keys is not None
+        assert cache.scales is not None
+        assert cache.index_state is not None
+        keys = step.call.pool["indexer.compressor"]
+        self.pool(x, keys, cache.index_state.kv, cache.index_state.gate, step)
+        ops.rope(self.dev, keys.rows.flatten(0, 1)[:, None], keys.entry_position.flatten(), self.freq)
+        ops.store_index_keys(self.dev, keys.rows, keys.entry, cache.keys, cache.scales)
+
+
+class Indexer:
+    """Lightning indexer of a CSA layer: scores every complete entry, keeps the best index_topk.
+
+    key_width   width of one stored key, as its compressor's tensors have it
+    """
+
+    def __init__(self, dev: Device, config: ModelConfig, weights: IndexerWeights, freq: Tensor) -> None:
+        self.dev, self.config, self.weights, self.freq = dev, config, weights, freq
+        self.compressor = IndexerKeyCompressor(dev, config, weights.compressor, 4, freq)
+        self.key_width = weights.compressor.norm.shape[0]
+
+    def __call__(self, x: Tensor, qr_q: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        """x [T, D], qr_q [T, q_lora_rank] -> selected [T, K] i32, ascending, -1 = none."""
+        dev, c, buf = self.dev, self.config, step.call.flat
+        hi, di = c.index_n_heads, c.index_head_dim
+        assert cache.keys is not None
+        assert cache.scales is not None
+        linear_fp8(dev, qr_q, self.weights.wq_b, buf.index_q_raw.flatten(1), step)
+        ops.rope(dev, buf.index_q_raw, buf.position, self.freq)
+        ops.hadamard_e2m1(dev, buf.index_q_raw.flatten(0, 1), buf.index_q.flatten(0, 1))
+        step.emit("attn.indexer.q", buf.index_q)
+        ops.linear_bf16(
+            dev, x, self.weights.weights_proj, buf.index_weights, scale=di**-0.5 * hi**-0.5, round_bf16=True, variant=step.variant
+        )  # fmt: skip
+        step.emit("attn.indexer.weights", buf.index_weights)
+        self.compressor(x, cache, step)
+        score = step.call.score(max(1, step.entries))  # [T, E]
+        ops.indexer_score(dev, buf.index_q, buf.index_weights, cache.keys, cache.scales, buf.position, buf.row, score, ratio=4)
+        step.emit("attn.indexer.score", score if step.entries else score[:, :0])
+        ops.topk(dev, score, buf.position, buf.selected, ratio=4)
+        step.emit("attn.selected", buf.selected)
+        return buf.selected
+
+
+class Attention:
+    """One KV head (K = V), window keys from the ring and compressed entries in place, a sink per head."""
+
+    def __init__(self, dev: Device, config: ModelConfig, layer: int, weights: AttentionWeights) -> None:
+        self.dev, self.config, self.layer, self.weights, self.ratio = dev, config, layer, weights, config.ratio(layer)
+        self.freq = inv_freq(config, layer).to(dev.torch_device)  # [r/2] f32
+        self.compressor = None
+        if weights.compressor is not None:
+            self.compressor = MainCompressor(dev, config, weights.compressor, self.ratio, self.freq)
+        self.indexer = None if weights.indexer is None else Indexer(dev, config, weights.indexer, self.freq)
+
+    def __call__(self, x: Tensor, state: State, step: Step) -> Tensor:
+        """x [T, D] bf16, normed -> y [T, D] bf16; the layer's cache takes the tokens."""
+        dev, c, w, buf = self.dev, self.config, self.weights, step.call.flat
+        layer, cache = self.layer, state.cache.layers[self.layer]
+        eps = c.rms_norm_eps
+        ops.act_quant(dev, x, buf.x_q)
+        linear_fp8(dev, buf.x_q, w.wq_a, buf.qr_raw, step)
+        ops.rms_norm(dev, buf.qr_raw, w.q_norm, buf.qr, eps)
+        step.emit("attn.q_norm", buf.qr)
+        ops.act_quant(dev, buf.qr, buf.qr_q)
+        linear_fp8(dev, buf.qr_q, w.wq_b, buf.q_raw.flatten(1), step)
+        ops.rms_norm(dev, buf.q_raw.flatten(0, 1), None, buf.q.flatten(0, 1), eps)  # per head, no weight
+        ops.rope(dev, buf.q, buf.position, self.freq)
+        step.emit("attn.q", buf.q)
+
+        linear_fp8(dev, buf.x_q, w.wkv, buf.kv_raw, step)
+        ops.rms_norm(dev, buf.kv_raw, w.kv_norm, buf.kv, eps)
+        ops.rope(dev, buf.kv[:, None], buf.position, self.freq)
+        ops.store_window(dev, buf.kv, buf.position, buf.row, cache.ring, cache.ring_position)
+        if step.wants("attn.kv"):
+            step.emit("attn.kv", state.cache.read_window(layer, buf.position.view(step.b, step.s)).flatten(0, 1))
+
+        selected = None
+        if self.compressor is not None:
+            self.compressor(x, cache, step)
+            if step.wants("attn.compressor"):
+                step.emit("attn.compressor", state.cache.read_entries(layer, step.completed(self.ratio)).flatten(0, 1))
+        if self.indexer is not None:
+            selected = self.indexer(x, buf.qr_q, cache, step)
+            if step.wants("attn.indexer.compressor"):
+                rows = state.cache.read_index_keys(layer, step.completed(self.ratio))
+                step.emit("attn.indexer.compressor", rows.flatten(0, 1))
+            selected = step.choices.get(f"{step.at}.attn.selected", selected)
+
+        self.core(cache, selected, state, step)
+        step.emit("attn.core", buf.o)
+        ops.rope(dev, buf.o, buf.position, self.freq, inverse=True)  # V carries the rotation
+        step.emit("attn.o", buf.o)
+        linear_fp8(dev, buf.o.flatten(1), w.wo_a, buf.wo_a, step, groups=c.o_groups)
+        step.emit("attn.wo_a", buf.wo_a)
+        ops.act_quant(dev, buf.wo_a, buf.wo_a_q)
+        linear_fp8(dev, buf.wo_a_q, w.wo_b, buf.y, step)
+        step.emit("attn.out", buf.y)
+        return buf.y
+
+    def core(self, cache: LayerCache, selected: Tensor | None, state: State, step: Step) -> None:
+        """q, the ring and the entries -> buf.o, not yet rotated back."""
+        dev, c, buf = self.dev, self.config, step.call.flat
+        visible = None
+        if step.wants("attn.visible"):
+            entries = 0 if cache.entries is None else cache.entries.shape[1] if selected is None else selected.shape[1]
+            visible = torch.full((step.call.T, c.sliding_window + entries), -1, dtype=torch.int32, device=dev.torch_device)
+        if step.decode:
+            ops.sparse_attn(
+                dev, buf.q, cache.ring, cache.ring_position, cache.entries, selected, buf.position, buf.row,
+                self.weights.attn_sink, buf.o, window=c.sliding_window, ratio=self.ratio,
+                splits=state.splits[self.ratio], part_o=state.part_o[self.ratio], part_ml=state.part_ml[self.ratio],
+                visible=visible,
+            )  # fmt: skip
+        else:
+            ops.sparse_attn(
+                dev, buf.q, cache.ring, cache.ring_position, cache.entries, selected, buf.position, buf.row,
+                self.weights.attn_sink, buf.o, window=c.sliding_window, ratio=self.ratio, visible=visible,
+            )  # fmt: skip
+        if visible is not None:
+            step.emit("attn.visible", visible)

@@ -1,0 +1,345 @@
+"""DeepSeek-V4 on this project's CUDA kernels; scrolls side by side with the reference.
+
+Every number is made by a kernel in kernels/; torch owns the memory and moves tokens in. What differs from one row or
+token to the next (positions, lengths, counts) lies on the device; the host keeps a mirror for validation and sizes.
+A kernel that cannot run raises: nothing falls back. Values are rounded at the points of `POLICY`, nowhere else.
+
+    python -c "import torch, production; m = production.load('checkpoints/tiny-dsv4'); s = m.new_state(batch=1);
+    print(m.prefill(torch.tensor([[5, 9, 7]]), s).shape, m.decode(torch.tensor([3]), s).shape)"
+
+Prefill longer than `prefill_chunk` is cut into chunks, each through all layers. A decode step allocates nothing.
+Tests: parity/unit/test_production.py; the audit itself: pytest parity/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from production import ops
+from production.attention import Attention
+from production.cache import KVCache
+from production.door import Choices, checked_choices, checked_tokens
+from production.launch import Device, open_device
+from production.moe import MoE
+from production.weights import HyperWeights, LayerWeights, LoadAudit, ModelWeights, load_weights
+from production.workspace import Call, Step, Workspace
+from reference.checkpoint import Checkpoint
+from reference.config import InputError, ModelConfig
+from reference.points import Taps, points_of_model
+
+# The rounding points of this model (dsv4.md section 3): the published set.
+POLICY = frozenset({"kv.e4m3", "compressor.e4m3", "indexer.q.e2m1", "indexer.compressor.e2m1", "linear_in.e4m3", "bf16"})
+
+DEFAULT_MAX_CONTEXT = 8192
+
+
+class HyperConnection:
+    """The mixing around one half of a block (mHC): n residual streams in, one input out, and back."""
+
+    def __init__(self, dev: Device, config: ModelConfig, half: str, weights: HyperWeights) -> None:
+        self.dev, self.config, self.name, self.w = dev, config, f"hc_{half}", weights
+
+    def pre(self, X: Tensor, step: Step) -> Tensor:
+        """X [T, n, D] -> the block's input a [T, D]; pre, post and comb stay in the buffers for `post`."""
+        c, w, buf = self.config, self.w, step.call.flat
+        ops.hc_pre(
+            self.dev, X, w.fn, w.base, w.scale, buf.pre, buf.post, buf.comb, buf.a,
+            c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps,
+        )  # fmt: skip
+        step.emit(f"{self.name}.pre", buf.pre)
+        step.emit(f"{self.name}.post", buf.post)
+        step.emit(f"{self.name}.comb", buf.comb)
+        step.emit(f"{self.name}.a", buf.a)
+        return buf.a
+
+    def post(self, y: Tensor, X: Tensor, out: Tensor, step: Step) -> None:
+        """The block's output y [T, D] put back: out [T, n, D], not X itself."""
+        ops.hc_post(self.dev, y, X, step.call.flat.post, step.call.flat.comb, out)
+        step.emit(f"{self.name}.X", out)
+
+
+class Block:
+    """One layer: attention half, then expert half, each between hc_pre and hc_post."""
+
+    def __init__(self, dev: Device, config: ModelConfig, layer: int, weights: LayerWeights) -> None:
+        self.dev, self.config, self.layer, self.w = dev, config, layer, weights
+        self.hc_attn = HyperConnection(dev, config, "attn", weights.hc_attn)
+        self.attn = Attention(dev, config, layer, weights.attn)
+        self.hc_ffn = HyperConnection(dev, config, "ffn", weights.hc_ffn)
+        self.ffn = MoE(dev, config, weights)
+
+    def norm(self, a: Tensor, weight: Tensor, point: str, step: Step) -> Tensor:
+        x = step.call.flat.x
+        ops.rms_norm(self.dev, a, weight, x, self.config.rms_norm_eps)
+        step.emit(point, x)
+        return x
+
+    def __call__(self, state: State, step: Step) -> None:
+        """buf.X [T, n, D] -> buf.X after the layer; the layer's cache takes the tokens."""
+        buf = step.call.flat
+        a = self.hc_attn.pre(buf.X, step)
+        y = self.attn(self.norm(a, self.w.attn_norm, "attn.norm", step), state, step)
+        self.hc_attn.post(y, buf.X, buf.X_half, step)
+        a = self.hc_ffn.pre(buf.X_half, step)
+        y = self.ffn(self.norm(a, self.w.ffn_norm, "ffn.norm", step), step)
+        self.hc_ffn.post(y, buf.X_half, buf.X, step)
+
+
+class State:
+    """What a run carries from call to call (the cache), and the memory it works in. Made by `Transformer.new_state`.
+
+    splits   key splits of decode attention by ratio, fixed by capacity, so that a row's result does not depend on others
+    count    [layers, b] i32, tokens of the current call; `ones` the same for decode
+    """
+
+    def __init__(self, model: Transformer, batch: int, max_context: int) -> None:
+        c, device = model.config, model.device.torch_device
+        self.model, self.batch, self.max_context = model, batch, max_context
+        chunk = min(model.prefill_chunk, max_context)
+        self.cache = KVCache(c, len(model.layers), batch, max_context, chunk, device)
+        self.workspace = Workspace(c, model.layers, batch, chunk, max_context, device)
+        self.count = torch.zeros(len(model.layers), batch, dtype=torch.int32, device=device)
+        self.ones = torch.ones(len(model.layers), batch, dtype=torch.int32, device=device)
+        self.each_one = [1] * batch
+        self.splits: dict[int, int] = {}
+        self.part_o: dict[int, Tensor] = {}
+        self.part_ml: dict[int, Tensor] = {}
+        for cache in self.cache.layers:
+            entries = 0 if cache.entries is None else cache.entries.shape[1]
+            visible = c.sliding_window + (min(c.index_topk, entries) if cache.keys is not None else entries)
+            splits = self.splits[cache.ratio] = ops.splits_for(visible)
+            heads = (batch, splits, c.num_attention_heads)
+            if cache.ratio not in self.part_o:
+                self.part_o[cache.ratio] = torch.zeros(*heads, c.head_dim, dtype=torch.float32, device=device)
+                self.part_ml[cache.ratio] = torch.zeros(*heads, 2, dtype=torch.float32, device=device)
+
+    @property
+    def length(self) -> Tensor:
+        """Tokens taken, [b] int64 on the CPU."""
+        return torch.tensor(self.cache.mirror[0], dtype=torch.int64)
+
+    def export_layer(self, layer: int) -> dict[str, Tensor]:
+        """A layer's state by the names of reference.points.STATE_LEGEND."""
+        self._check(layer)
+        return self.cache.export_layer(layer)
+
+    def import_layer(self, layer: int, snapshot: Mapping[str, Tensor]) -> None:
+        """Replace a layer's state, its length included."""
+        self._check(layer)
+        self.cache.import_layer(layer, snapshot)
+
+    def _check(self, layer: int) -> None:
+        if layer not in self.model.layers:
+            raise InputError(f"layer {layer}: the state holds layers 0-{len(self.model.layers) - 1}")
+
+
+class Transformer:
+    """The model. Interface as the reference's; `kernels()` says what really ran.
+
+    config, layers, taps    as everywhere
+    policy                  its rounding points
+    device                  where kernels run
+    audit                   where each tensor of the checkpoint went
+    """
+
+    policy = POLICY
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, audit: LoadAudit, device: Device, max_context: int, prefill_chunk: int
+    ) -> None:
+        self.config, self.weights, self.audit, self.device = config, weights, audit, device
+        self.max_context, self.prefill_chunk = max_context, prefill_chunk
+        self.layers = tuple(range(len(weights.layers)))
+        self.taps = Taps(points_of_model(config, self.layers))
+        self.blocks = [Block(device, config, layer, weights.layers[layer]) for layer in self.layers]
+
+    # ---- interface ----
+
+    def new_state(self, batch: int = 1, max_context: int | None = None) -> State:
+        """An empty state with all its memory. max_context: None takes load's value; more than that is an error."""
+        context = self.max_context if max_context is None else max_context
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+            raise InputError(f"batch: expected an integer >= 1, got {batch!r}")
+        if not isinstance(context, int) or not 1 <= context <= self.max_context:
+            raise InputError(f"max_context={context!r}: expected 1 to {self.max_context}, what the model was loaded with (--max-context)")
+        return State(self, batch, context)
+
+    def prefill(self, tokens: Tensor, state: State, lengths: Tensor | Sequence[int] | None = None, choices: Choices | None = None) -> Tensor:
+        """tokens [b, s] int64, right-padded; lengths [b] valid ones of this call -> logits [b, s, vocab] f32, pads NaN.
+
+        Each row goes on at its own position. An error leaves the state untouched.
+        """
+        c = self.config
+        counts = checked_tokens(c, tokens, state.batch, lengths)
+        b, s = tokens.shape
+        self._check_state(state)
+        state.cache.check_level()
+        state.cache.check_room(range(len(self.layers)), counts)
+        given = checked_choices(c, choices, state.cache, counts, s, self.layers)
+        logits = torch.empty(b, s, self.config.vocab_size, dtype=torch.float32, device=self.device.torch_device)
+        for c0 in range(0, s, state.workspace.chunk):
+            c1 = min(s, c0 + state.workspace.chunk)
+            part = [min(max(n - c0, 0), c1 - c0) for n in counts]
+            self._forward(tokens[:, c0:c1], state, part, _chunk_of(given, c0, c1), False, logits[:, c0:c1])
+        return logits
+
+    def decode(self, tokens: Tensor, state: State, choices: Choices | None = None, out: Tensor | None = None) -> Tensor:
+        """tokens [b] int64, one for every row -> logits [b, vocab] f32, into `out` when given: then nothing is allocated."""
+        if not isinstance(tokens, Tensor) or tokens.dim() != 1:
+            raise InputError(f"tokens: expected shape [b], got {list(getattr(tokens, 'shape', []))}")
+        columns = tokens[:, None]
+        counts = checked_tokens(self.config, columns, state.batch, None)
+        self._check_state(state)
+        state.cache.check_level()
+        state.cache.check_room(range(len(self.layers)), counts)
+        given = checked_choices(self.config, choices, state.cache, counts, 1, self.layers)
+        shape, where = (state.batch, self.config.vocab_size), self.device.torch_device
+        if out is None:
+            out = torch.empty(shape, dtype=torch.float32, device=where)
+        elif out.shape != shape or out.dtype != torch.float32 or out.device.type != where.type or not out.is_contiguous():
+            raise InputError(f"out: expected contiguous {list(shape)} float32 on {where}, got {list(out.shape)} {out.dtype} on {out.device}")
+        self._forward(columns, state, counts, _chunk_of(given, 0, 1), True, out[:, None])
+        return out
+
+    def run_layer(
+        self,
+        layer: int,
+        X: Tensor,
+        tokens: Tensor,
+        state: State,
+        lengths: Tensor | Sequence[int] | None = None,
+        choices: Choices | None = None,
+        decode: bool = False,
+    ) -> Tensor:
+        """One layer alone on given streams X [b, s, n, D] -> [b, s, n, D] f32; only this layer's state goes on."""
+        if layer not in self.layers:
+            raise InputError(f"layer {layer}: this model runs layers {self.layers[0]} to {self.layers[-1]}")
+        c = self.config
+        counts = checked_tokens(c, tokens, state.batch, lengths)
+        b, s = tokens.shape
+        if tuple(X.shape) != (b, s, c.hc_mult, c.hidden_size):
+            raise InputError(f"X: expected {[b, s, c.hc_mult, c.hidden_size]}, got {list(X.shape)}")
+        if decode and s != 1:
+            raise InputError(f"decode takes one token a row, got {s}")
+        state.cache.check_room(range(layer, layer + 1), counts)
+        given = checked_choices(c, choices, state.cache, counts, s, (layer,))
+        result = torch.empty(b, s, *X.shape[2:], dtype=torch.float32, device=self.device.torch_device)
+        for c0 in range(0, s, state.workspace.chunk):
+            c1 = min(s, c0 + state.workspace.chunk)
+            part = [min(max(n - c0, 0), c1 - c0) for n in counts]
+            call, count, length = state.workspace.at(c1 - c0), state.count[layer], state.cache.layers[layer].length
+            call.flat.tokens.view(b, -1).copy_(tokens[:, c0:c1])
+            call.flat.X.view(b, c1 - c0, *X.shape[2:]).copy_(X[:, c0:c1])
+            count.copy_(torch.tensor(part, dtype=torch.int32))
+            ops.token_positions(self.device, length, count, call.flat.position, call.flat.row)
+            self._run_block(layer, state, call, count, part, _chunk_of(given, c0, c1), decode)
+            result[:, c0:c1].copy_(call.flat.X.view(b, c1 - c0, *X.shape[2:]))
+            ops.advance(self.device, length, count)
+            state.cache.advanced(range(layer, layer + 1), part)
+        return result
+
+    def kernels(self) -> list[tuple[str, str, str, str, int]]:
+        """What really ran: (source, kernel, arch, build hash, launches)."""
+        return list(self.device.ran)
+
+    def describe(self) -> str:
+        """One line: layers, weights, device, capacity, roundings."""
+        return (
+            f"production: {len(self.layers)} layers, {len(self.audit.records)} tensors, {self.audit.device_bytes / 1e6:.1f} MB "
+            f"of weights on {self.device.name} ({self.device.arch}), max context {self.max_context}, prefill chunk "
+            f"{self.prefill_chunk}, rounds at {', '.join(sorted(self.policy))}"
+        )
+
+    def _check_state(self, state: State) -> None:
+        if not isinstance(state, State) or state.model is not self:
+            raise InputError("state: made by another model; use this model's new_state")
+
+    # ---- one chunk through all layers ----
+
+    def _forward(self, tokens: Tensor, state: State, counts: list[int], choices: Choices, decode: bool, logits: Tensor) -> None:
+        """tokens [b, s] -> logits [b, s, vocab] (a view), written in place; the state goes on."""
+        dev, c, cache = self.device, self.config, state.cache
+        b, s = tokens.shape
+        call = state.workspace.at(s)
+        buf, count = call.flat, state.ones if decode else state.count
+        buf.tokens.view(b, s).copy_(tokens)
+        if not decode:
+            count.copy_(torch.tensor(counts, dtype=torch.int32))
+        ops.token_positions(dev, cache.lengths[0], count[0], buf.position, buf.row)
+        ops.embed(dev, buf.tokens, self.weights.embed, buf.position, buf.X)
+        self.taps.emit("embed", buf.X.view(b, s, c.hc_mult, -1)[:, :, 0])
+        for layer in self.layers:
+            self._run_block(layer, state, call, count[layer], counts, choices, decode)
+        w = self.weights.hc_head
+        ops.hc_head(dev, buf.X, w.fn, w.base, w.scale, buf.a, c.hc_eps, c.rms_norm_eps)
+        self.taps.emit("hc_head", buf.a.view(b, s, -1))
+        ops.rms_norm(dev, buf.a, self.weights.norm, buf.x, c.rms_norm_eps)
+        self.taps.emit("norm", buf.x.view(b, s, -1))
+        if decode:
+            ops.linear_bf16(dev, buf.x, self.weights.head, logits[:, 0])
+        else:
+            for row, n in enumerate(counts):
+                logits[row, n:].fill_(torch.nan)
+                if n:
+                    ops.linear_bf16(dev, buf.x[row * s : row * s + n], self.weights.head, logits[row, :n], variant="mma")
+        self.taps.emit("logits", logits)
+        ops.advance(dev, cache.lengths.view(-1), count.view(-1))
+        cache.advanced(range(len(self.layers)), counts)
+
+    def _run_block(
+        self, layer: int, state: State, call: Call, count: Tensor, counts: list[int], choices: Choices, decode: bool
+    ) -> None:
+        step = Step(
+            call=call,
+            b=state.batch,
+            s=call.s,
+            start=state.cache.layers[layer].length,
+            count=count,
+            decode=decode,
+            entries=state.cache.entry_count(layer, counts),
+            at=f"layers.{layer}",
+            taps=self.taps,
+            choices=choices,
+        )
+        self.blocks[layer](state, step)
+
+
+def _chunk_of(given: Choices, c0: int, c1: int) -> dict[str, Tensor]:
+    """Columns c0 to c1 of given choices, as [T, k]."""
+    return {name: value[:, c0:c1].reshape(-1, value.shape[-1]).contiguous() for name, value in given.items()}
+
+
+def load(
+    checkpoint_dir: str | Path,
+    device: str = "cpu",
+    max_context: int | None = None,
+    layers: range | Sequence[int] | None = None,
+    prefill_chunk: int = 512,
+    kernels_dir: str | Path | None = None,
+    checked: bool = False,
+    mma_sum: str = "fma_chain",
+    **device_options: Any,
+) -> Transformer:
+    """Read a checkpoint, put its packed weights on the device and build the model.
+
+    layers          None, or a prefix range(0, n): embed, those layers, hc_head, norm, head
+    max_context     tokens a row may hold (--max-context); None: 8192, or what the model allows when that is less
+    prefill_chunk   tokens of a row that go through the layers at once
+    kernels_dir, checked, mma_sum, ...   of production.launch.open_device
+    """
+    checkpoint = Checkpoint(checkpoint_dir, layers)
+    limit = checkpoint.config.max_position_embeddings
+    if max_context is None:
+        max_context = min(DEFAULT_MAX_CONTEXT, limit)
+    if isinstance(max_context, bool) or not isinstance(max_context, int) or not 1 <= max_context <= limit:
+        raise InputError(f"--max-context {max_context!r}: expected 1 to max_position_embeddings = {limit}")
+    if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
+        raise InputError(f"prefill_chunk={prefill_chunk!r}: expected an integer >= 1")
+    opened = open_device(device, checked=checked, mma_sum=mma_sum, kernels_dir=None if kernels_dir is None else Path(kernels_dir), **device_options)
+    weights, audit = load_weights(checkpoint, opened.torch_device)
+    return Transformer(checkpoint.config, weights, audit, opened, max_context, prefill_chunk)
