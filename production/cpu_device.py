@@ -55,6 +55,7 @@ MAX_DYNAMIC_SHARED_BYTES = 227 * 1024
 MAX_THREADS = 1024
 MAX_GRID = (2**31 - 1, 65535, 65535)
 
+TOOLKIT = Path("/usr/local/cuda")
 HEADER_WHEELS = ("nvidia-cuda-runtime", "nvidia-cuda-crt", "nvidia-cuda-cccl")
 
 COMMON_FLAGS = [
@@ -140,7 +141,7 @@ def cuda_include_paths() -> list[Path]:
         candidates += [[include] for include in sorted(Path(root).glob("cu*/include"), reverse=True)]
     if "CUDA_HOME" in os.environ:
         candidates.append([Path(os.environ["CUDA_HOME"]) / "include"])
-    candidates.append([Path("/usr/local/cuda/include")])
+    candidates.append([TOOLKIT / "include"])
     for folders in candidates:
         if any((f / "cuda_bf16.h").exists() for f in folders) and any((f / "crt").is_dir() for f in folders):
             return folders + [f / "cccl" for f in folders if (f / "cccl").is_dir()]

@@ -119,7 +119,7 @@ def _nvrtc_path() -> Path:
         folders += [*sorted(Path(root).glob("cu*/lib"), reverse=True), Path(root) / "cuda_nvrtc" / "lib"]
     if "CUDA_HOME" in os.environ:
         folders.append(Path(os.environ["CUDA_HOME"]) / "lib64")
-    folders.append(Path("/usr/local/cuda/lib64"))
+    folders.append(cpu_device.TOOLKIT / "lib64")
     for folder in folders:
         found = [p for p in sorted(folder.glob("libnvrtc.so*"), reverse=True) if "alt" not in p.name]
         if found:

@@ -179,6 +179,7 @@ class Converter:
             raise KernelError(f"{self.kernel}: {len(args)} arguments for {len(self._plan)} parameters "
                               f"({', '.join(p.name for p in self.parameters)})")  # fmt: skip
         values: list[Any] = []
+        on_cpu = self.device_index < 0
         for (is_pointer, dtypes), arg in zip(self._plan, args, strict=True):
             if not is_pointer:
                 if not isinstance(arg, int | float):
@@ -190,7 +191,7 @@ class Converter:
                 if (
                     not isinstance(arg, Tensor)
                     or arg.dtype not in dtypes
-                    or arg.get_device() != self.device_index
+                    or not (arg.is_cpu if on_cpu else arg.get_device() == self.device_index)
                     or not (arg.is_contiguous() or arg.dim() == 0 or arg.size(-1) <= 1 or arg.stride(-1) == 1)
                 ):
                     self._refuse(len(values), arg)
@@ -236,8 +237,8 @@ class Converter:
         if arg.dtype not in dtypes:
             wanted = " or ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
             raise KernelError(f"{where} is {str(arg.dtype).removeprefix('torch.')}, the kernel takes {wanted}")
-        if arg.get_device() != self.device_index:
-            wanted = self.device_type if self.device_index < 0 else f"{self.device_type}:{self.device_index}"
+        wanted = "cpu" if self.device_index < 0 else f"{self.device_type}:{self.device_index}"
+        if str(arg.device) != wanted:
             raise KernelError(f"{where} is on {arg.device}, the kernel runs on {wanted}")
         raise KernelError(f"{where} has shape {list(arg.shape)} and strides {list(arg.stride())}; "
                           "elements of the last dimension must be neighbours")  # fmt: skip

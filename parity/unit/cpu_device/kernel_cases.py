@@ -7,7 +7,7 @@ The examples test the CPU device; the project's own kernels have their tests in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class Case:
     name: str
     source: str
     inputs: Tensors
-    output_shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    output_shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     steps: list[Step]
     reference: Callable[[Tensors, torch.dtype], Tensors]
     tolerance: float
