@@ -4,8 +4,9 @@
 //          holds exactly; may be x itself. The last block of a row is shorter where block does not divide dim
 // numerics exact but for one rounding, to nearest with ties to even: the scale's exponent comes from the bits of amax,
 //          x / s is a product with a power of two. A block that holds an infinity or a NaN becomes NaN
-// launch   naive: a thread per block; warp: a warp per block; both grid = ceil(R * ceil(dim / block) / (128 or 4)), block = 128
-// variants 0 naive, kept as second oracle | 1 warp (default), the same bits
+// launch   B = R * ceil(dim / block) blocks of values | naive: grid = ceil(B / 128), block = 128
+//          group: grid = ceil(B / 16), block = 128
+// variants 0 naive: a thread per block, kept as second oracle | 1 group: eight lanes per block (default), the same bits
 #include "common.cuh"
 
 struct Scales {
@@ -42,18 +43,18 @@ act_quant_naive(const __nv_bfloat16 *x, __nv_bfloat16 *out, int R, int dim, long
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-act_quant_warp(const __nv_bfloat16 *x, __nv_bfloat16 *out, int R, int dim, long long x_stride, int block) {
-  const int blocks = ceil_div(dim, block), lane = threadIdx.x % WARP;
-  const long long i = blockIdx.x * 4ll + threadIdx.x / WARP;
-  if (i >= (long long)R * blocks) return;  // a whole warp leaves
-  const int first = (int)(i % blocks) * block, last = min(first + block, dim);
+act_quant_group(const __nv_bfloat16 *x, __nv_bfloat16 *out, int R, int dim, long long x_stride, int block) {
+  const int blocks = ceil_div(dim, block), lane = threadIdx.x % 8;
+  const long long i = blockIdx.x * 16ll + threadIdx.x / 8;
+  const bool exists = i < (long long)R * blocks;
+  const int first = exists ? (int)(i % blocks) * block : 0, last = exists ? min(first + block, dim) : 0;
   const __nv_bfloat16 *row = x + i / blocks * x_stride;
-  float amax = 0.f;  // the bits of |x| order like integers, infinities and NaN above all numbers
-  for (int c = first + lane; c < last; c += WARP) {
+  float amax = 0.f;
+  for (int c = first + lane; c < last; c += 8) {
     const float v = fabsf(from_bf16(row[c]));
     amax = is_finite(v) ? fmaxf(amax, v) : INFINITY;
   }
-  amax = warp_max(amax);
+  amax = warp_max<8>(amax);
   const Scales s = scales_of(amax, is_finite(amax));
-  for (int c = first + lane; c < last; c += WARP) out[i / blocks * dim + c] = rounded(row[c], s);
+  for (int c = first + lane; c < last; c += 8) out[i / blocks * dim + c] = rounded(row[c], s);
 }

@@ -7,10 +7,10 @@
 //          plan [2 (E + 1) + S] i32: first tile of every expert and the end, first list entry likewise, slots listed by expert
 // numerics weights stay packed; code times scale is exact in fp32 and in bf16; fp32 accumulation (linear.cuh), one
 //          rounding to bf16 at the store
-// launch   naive: grid = (S, ceil(N / 128), 1 or 2), block = 128 | thin: grid = (S, ceil(N / 16), 1 or 2), block = 128
+// launch   naive: grid = (S, ceil(N / 128), 1 or 2), block = 128 | thin: grid = (S, ceil(N / 32), 1 or 2), block = 128
 //          plan: grid = 1, block = 256, before mma: grid = (S / 64 + min(E, S), ceil(N / 64), 1 or 2), block = 128
 // needs    K % 32 == 0
-// variants 0 naive: a thread per output, kept as second oracle | 1 thin: a warp per 4 outputs, for few tokens
+// variants 0 naive: a thread per output, kept as second oracle | 1 thin: eight lanes per 2 outputs, for few tokens
 //          2 mma: tiles of 64 slots of one expert
 #include "linear.cuh"
 
@@ -57,20 +57,18 @@ experts_naive(const __nv_bfloat16 *__restrict__ x, const int *__restrict__ exper
   (second ? second_y : y)[(size_t)slot * N + n] = to_bf16(sum);
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(THIN_THREADS)
 experts_thin(const __nv_bfloat16 *__restrict__ x, const int *__restrict__ experts, const unsigned char *__restrict__ w,
              const unsigned char *__restrict__ w_scale, __nv_bfloat16 *__restrict__ y,
              const unsigned char *__restrict__ second_w, const unsigned char *__restrict__ second_scale,
              __nv_bfloat16 *__restrict__ second_y, int slots_per_row, int N, int K, long long x_stride) {
-  const int slot = blockIdx.x, expert = experts[slot], lane = threadIdx.x % WARP;
-  const int n0 = (blockIdx.y * THIN_WARPS + threadIdx.x / WARP) * THIN_ROWS;
-  if (expert < 0 || n0 >= N) return;  // a whole warp leaves
+  const int slot = blockIdx.x, expert = experts[slot];
+  if (expert < 0) return;  // the whole block leaves
   const bool second = blockIdx.z;
-  const Fp4Weight weight = expert_weight(second ? second_w : w, second ? second_scale : w_scale, expert, N, K);
-  const __nv_bfloat16 *row = x + slot / slots_per_row * x_stride;
-  const float sum = thin_dots(row, rows_aligned(x, x_stride), weight, n0, N, K);
-  const int n = n0 + thin_row(lane);
-  if (lane % 8 == 0 && n < N) (second ? second_y : y)[(size_t)slot * N + n] = to_bf16(sum);
+  __nv_bfloat16 *out = (second ? second_y : y) + (size_t)slot * N;
+  thin_product(x + slot / slots_per_row * x_stride, rows_aligned(x, x_stride),
+               expert_weight(second ? second_w : w, second ? second_scale : w_scale, expert, N, K), thin_first_row(), N, K,
+               [&](int n, float sum) { out[n] = to_bf16(sum); });
 }
 
 // Lists the slots of every expert, ascending, and counts tiles of 64. Fixed order: each expert's thread walks all slots.

@@ -45,34 +45,44 @@ template <class W> __device__ __forceinline__ float naive_dot(const __nv_bfloat1
   return sum;
 }
 
-// ---- thin: one warp for THIN_ROWS rows of w; lane l takes columns 8 l .. 8 l + 7 of every 256 ----
+// ---- thin: eight lanes for two rows of w, so eight rows a warp; lane l takes columns 8 l .. 8 l + 7 of every 64 ----
 
-constexpr int THIN_ROWS = 4, THIN_WARPS = 4, THIN_BLOCK_ROWS = THIN_ROWS * THIN_WARPS;
+constexpr int THIN_LANES = 8, THIN_ROWS = 2, THIN_THREADS = 128, THIN_BLOCK_ROWS = THIN_THREADS / THIN_LANES * THIN_ROWS;
 
-// Sums of rows n0 .. n0 + 3. Lane l receives the one of row n0 + thin_row(l), the same in eight lanes; rows beyond N repeat.
-template <class W>
-__device__ __forceinline__ float thin_dots(const __nv_bfloat16 *row, bool aligned, const W &w, int n0, int N, int K) {
-  const int lane = threadIdx.x % WARP;
-  float sum[THIN_ROWS] = {};
-  for (int k = lane * 8; k < K; k += WARP * 8) {
+// First row of this thread's two.
+__device__ __forceinline__ int thin_first_row() {
+  return (blockIdx.y * (THIN_THREADS / THIN_LANES) + threadIdx.x / THIN_LANES) * THIN_ROWS;
+}
+
+// Calls store(n, sum) for the two rows from n0 on, as far as they are below N. All lanes of a warp call.
+template <class W, class Store>
+__device__ __forceinline__ void thin_product(const __nv_bfloat16 *row, bool aligned, const W &w, int n0, int N, int K,
+                                             Store store) {
+  const int lane = threadIdx.x % THIN_LANES;
+  float partial[THIN_ROWS][8] = {};  // by column modulo 8
+  for (int k = lane * 8; k < K; k += THIN_LANES * 8) {
     float x[8], v[8];
     row_8(x, row, k, K, aligned);
 #pragma unroll
     for (int r = 0; r < THIN_ROWS; r++) {
       w.eight(v, min(n0 + r, N - 1), k);
 #pragma unroll
-      for (int i = 0; i < 8; i++) sum[r] = fmaf(x[i], v[i], sum[r]);
+      for (int i = 0; i < 8; i++) partial[r][i] = fmaf(x[i], v[i], partial[r][i]);
     }
   }
-  // A butterfly of four sums at once: each exchange also halves the number of sums a lane carries.
-  const bool upper = lane & 16, odd = lane & 8;
-  const float a = (upper ? sum[2] : sum[0]) + __shfl_xor_sync(FULL_MASK, upper ? sum[0] : sum[2], 16);
-  const float b = (upper ? sum[3] : sum[1]) + __shfl_xor_sync(FULL_MASK, upper ? sum[1] : sum[3], 16);
-  const float c = (odd ? b : a) + __shfl_xor_sync(FULL_MASK, odd ? a : b, 8);
-  return warp_sum<8>(c);
+  float sum[THIN_ROWS];
+#pragma unroll
+  for (int r = 0; r < THIN_ROWS; r++) {
+    const float(&p)[8] = partial[r];
+    sum[r] = ((p[0] + p[4]) + (p[2] + p[6])) + ((p[1] + p[5]) + (p[3] + p[7]));
+  }
+  // A butterfly of both sums at once: after the first exchange a lane carries one of them.
+  const bool second = lane & 4;
+  float mine = (second ? sum[1] : sum[0]) + __shfl_xor_sync(FULL_MASK, second ? sum[0] : sum[1], 4);
+  mine = warp_sum<4>(mine);
+  const int n = n0 + second;
+  if (lane % 4 == 0 && n < N) store(n, mine);
 }
-
-__device__ __forceinline__ int thin_row(int lane) { return lane / 16 * 2 + lane / 8 % 2; }
 
 // ---- tiles: 64 rows of x times 64 rows of w, four warps of 16 rows each, k in steps of 64 through shared memory ----
 

@@ -3,9 +3,9 @@
 // tensors  x [T, K] bf16, rows x_stride elements apart | w [N, K] bf16 | y [T, N] fp32 or bf16: one of the two pointers is null
 // numerics fp32 accumulation (linear.cuh); rounded_first: the sum is rounded to bf16 before the scale; a bf16 y is rounded
 //          at the store
-// launch   naive: grid = (T, ceil(N / 128)), block = 128 | thin: grid = (T, ceil(N / 16)), block = 128
+// launch   naive: grid = (T, ceil(N / 128)), block = 128 | thin: grid = (T, ceil(N / 32)), block = 128
 //          mma: grid = (ceil(T / 64), ceil(N / 64)), block = 128
-// variants 0 naive: a thread per output, kept as second oracle | 1 thin: a warp per 4 outputs, for few tokens | 2 mma tiles
+// variants 0 naive: a thread per output, kept as second oracle | 1 thin: eight lanes per 2 outputs, for few tokens | 2 mma tiles
 #include "linear.cuh"
 
 struct Bf16Weight {
@@ -40,15 +40,13 @@ linear_bf16_naive(const __nv_bfloat16 *__restrict__ x, const __nv_bfloat16 *__re
   Output{y_fp32, y_bf16, N, rounded_first, scale}.store(t, n, naive_dot(x + t * x_stride, weight, n, K));
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(THIN_THREADS)
 linear_bf16_thin(const __nv_bfloat16 *__restrict__ x, const __nv_bfloat16 *__restrict__ w, float *__restrict__ y_fp32,
                  __nv_bfloat16 *__restrict__ y_bf16, int T, int N, int K, long long x_stride, float scale, int rounded_first) {
-  const int t = blockIdx.x, lane = threadIdx.x % WARP, n0 = (blockIdx.y * THIN_WARPS + threadIdx.x / WARP) * THIN_ROWS;
-  if (n0 >= N) return;  // a whole warp leaves
-  const Bf16Weight weight{w, K, rows_aligned(w, K)};
-  const float sum = thin_dots(x + t * x_stride, rows_aligned(x, x_stride), weight, n0, N, K);
-  const int n = n0 + thin_row(lane);
-  if (lane % 8 == 0 && n < N) Output{y_fp32, y_bf16, N, rounded_first, scale}.store(t, n, sum);
+  const int t = blockIdx.x;
+  const Output output{y_fp32, y_bf16, N, rounded_first, scale};
+  thin_product(x + t * x_stride, rows_aligned(x, x_stride), Bf16Weight{w, K, rows_aligned(w, K)}, thin_first_row(), N, K,
+               [&](int n, float sum) { output.store(t, n, sum); });
 }
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS)

@@ -4,9 +4,9 @@
 //          w [groups * N, K] e4m3 codes, packed | w_scale [ceil(groups * N / 128), ceil(K / 128)] e8m0, 1 per 128 x 128
 // numerics fp32 accumulation (linear.cuh), one rounding to bf16 at the store. naive and thin: code times scale is exact in
 //          fp32; mma: the codes are exact in bf16, every 64 columns' sum is multiplied by its scale (a power of two)
-// launch   naive: grid = (T, ceil(N / 128), groups), block = 128 | thin: grid = (T, ceil(N / 16), groups), block = 128
+// launch   naive: grid = (T, ceil(N / 128), groups), block = 128 | thin: grid = (T, ceil(N / 32), groups), block = 128
 //          mma: grid = (ceil(T / 64), ceil(N / 64), groups), block = 128
-// variants 0 naive: a thread per output, kept as second oracle | 1 thin: a warp per 4 outputs, for few tokens | 2 mma tiles
+// variants 0 naive: a thread per output, kept as second oracle | 1 thin: eight lanes per 2 outputs, for few tokens | 2 mma tiles
 #include "linear.cuh"
 
 struct Fp8Weight {
@@ -58,17 +58,14 @@ linear_fp8_naive(const __nv_bfloat16 *__restrict__ x, const unsigned char *__res
   y[(size_t)t * N * gridDim.z + (size_t)group * N + n] = to_bf16(sum);
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(THIN_THREADS)
 linear_fp8_thin(const __nv_bfloat16 *__restrict__ x, const unsigned char *__restrict__ w,
                 const unsigned char *__restrict__ w_scale, __nv_bfloat16 *__restrict__ y, int T, int N, int K,
                 long long x_stride) {
-  const int t = blockIdx.x, group = blockIdx.z, lane = threadIdx.x % WARP;
-  const int n0 = (blockIdx.y * THIN_WARPS + threadIdx.x / WARP) * THIN_ROWS;
-  if (n0 >= N) return;  // a whole warp leaves
+  const int t = blockIdx.x, group = blockIdx.z;
   const __nv_bfloat16 *row = x + (size_t)group * K;
-  const float sum = thin_dots(row + t * x_stride, rows_aligned(row, x_stride), group_weight(w, w_scale, N, K), n0, N, K);
-  const int n = n0 + thin_row(lane);
-  if (lane % 8 == 0 && n < N) y[(size_t)t * N * gridDim.z + (size_t)group * N + n] = to_bf16(sum);
+  thin_product(row + t * x_stride, rows_aligned(row, x_stride), group_weight(w, w_scale, N, K), thin_first_row(), N, K,
+               [&](int n, float sum) { y[(size_t)t * N * gridDim.z + (size_t)group * N + n] = to_bf16(sum); });
 }
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS)

@@ -4,8 +4,10 @@
 //          apart; may be x itself
 // numerics sum of squares in fp32 by fmaf: eight neighbours at a time per lane, then a butterfly (bitwise repeatable,
 //          batch-invariant, the same bits for any alignment); one rounding, to bf16, at the store
-// launch   naive: grid = ceil(R / 64), block = 64 | warp: grid = ceil(R / 4), block = 128 | block: grid = R, block = 256
-// variants 0 naive: a thread per row, kept as second oracle | 1 warp per row (dim <= 2048) | 2 block per row
+// launch   naive: grid = ceil(R / 64), block = 64 | group: grid = ceil(R / 16), block = 128
+//          warp: grid = ceil(R / 4), block = 128 | block: grid = R, block = 256
+// variants 0 naive: a thread per row, kept as second oracle | 1 group: eight lanes per row (dim <= 256)
+//          2 warp per row (dim <= 2048) | 3 block per row (wider)
 //          eight bf16 by one 16-byte access where rows are aligned, else one by one
 #include "common.cuh"
 
@@ -57,15 +59,26 @@ rms_norm_naive(const __nv_bfloat16 *x, const float *weight, __nv_bfloat16 *out, 
   for (int i = 0; i < dim; i++) out[t * out_stride + i] = to_bf16(from_bf16(row[i]) * r * (weight ? weight[i] : 1.f));
 }
 
+template <int LANES>
+__device__ __forceinline__ void rms_norm_lanes(const __nv_bfloat16 *x, const float *weight, __nv_bfloat16 *out, int R, int dim,
+                                               long long x_stride, long long out_stride, float eps) {
+  const int t = blockIdx.x * (128 / LANES) + threadIdx.x / LANES, lane = threadIdx.x % LANES;
+  const bool aligned = rows_aligned(x, out, x_stride, out_stride);
+  const __nv_bfloat16 *row = x + t * x_stride;
+  const float sum = warp_sum<LANES>(t < R ? squares_of(row, dim, lane, LANES, aligned) : 0.f);
+  if (t < R) write_scaled(row, weight, out + t * out_stride, rsqrtf(sum / (float)dim + eps), dim, lane, LANES, aligned);
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+rms_norm_group(const __nv_bfloat16 *x, const float *weight, __nv_bfloat16 *out, int R, int dim, long long x_stride,
+               long long out_stride, float eps) {
+  rms_norm_lanes<8>(x, weight, out, R, dim, x_stride, out_stride, eps);
+}
+
 extern "C" __global__ void __launch_bounds__(128)
 rms_norm_warp(const __nv_bfloat16 *x, const float *weight, __nv_bfloat16 *out, int R, int dim, long long x_stride,
               long long out_stride, float eps) {
-  const int t = blockIdx.x * 4 + threadIdx.x / WARP, lane = threadIdx.x % WARP;
-  if (t >= R) return;  // a whole warp leaves
-  const bool aligned = rows_aligned(x, out, x_stride, out_stride);
-  const __nv_bfloat16 *row = x + t * x_stride;
-  const float sum = warp_sum(squares_of(row, dim, lane, WARP, aligned));
-  write_scaled(row, weight, out + t * out_stride, rsqrtf(sum / (float)dim + eps), dim, lane, WARP, aligned);
+  rms_norm_lanes<WARP>(x, weight, out, R, dim, x_stride, out_stride, eps);
 }
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -16,10 +16,10 @@ from torch import Tensor
 from production.launch import Device, KernelError
 
 THIN_TOKENS = 8  # up to here a token is cheaper alone than in a tile of 64
-WARP_NORM_DIM = 2048  # a wider row is worth a whole block
+GROUP_NORM_DIM, WARP_NORM_DIM = 256, 2048  # eight lanes a row up to here, a warp up to here, then a block
 SCORING = {"sqrtsoftplus": 0, "sigmoid": 1, "softmax": 2}  # as in gate.cu
 TILE = 64  # as in linear.cuh
-THIN_BLOCK_ROWS = 16
+THIN_BLOCK_ROWS = 32
 
 
 def _ceil(a: int, b: int) -> int:
@@ -94,22 +94,22 @@ def embed(dev: Device, tokens: Tensor, weight: Tensor, position: Tensor, X: Tens
 def rms_norm(dev: Device, x: Tensor, weight: Tensor | None, out: Tensor, eps: float, variant: str | None = None) -> None:
     """out = x * rsqrt(mean(x^2) + eps) * weight. x, out [R, dim] bf16 (rs), out may be x; weight [dim] f32 or None = 1.
 
-    Variants: naive, warp, block.
+    Variants: naive, group, warp, block.
     """
     R, dim = x.shape
     _shape("rms_norm", "out", out, R, dim)
     if weight is not None:
         _shape("rms_norm", "weight", weight, dim)
-    which = _choose("rms_norm", variant, "warp" if dim <= WARP_NORM_DIM else "block", ("naive", "warp", "block"))
+    default = "group" if dim <= GROUP_NORM_DIM else "warp" if dim <= WARP_NORM_DIM else "block"
+    which = _choose("rms_norm", variant, default, ("naive", "group", "warp", "block"))
     if not R:
         return
     strides = (x.stride(0), out.stride(0), eps)
     if which == "block":
         dev.launch("rms_norm", "rms_norm_block", (R,), (256,), (x, weight, out, dim, *strides))
-    elif which == "warp":
-        dev.launch("rms_norm", "rms_norm_warp", (_ceil(R, 4),), (128,), (x, weight, out, R, dim, *strides))
     else:
-        dev.launch("rms_norm", "rms_norm_naive", (_ceil(R, 64),), (64,), (x, weight, out, R, dim, *strides))
+        rows, threads = {"naive": (64, 64), "group": (16, 128), "warp": (4, 128)}[which]
+        dev.launch("rms_norm", f"rms_norm_{which}", (_ceil(R, rows),), (threads,), (x, weight, out, R, dim, *strides))
 
 
 def rope(dev: Device, x: Tensor, position: Tensor, inv_freq: Tensor, inverse: bool = False) -> None:
@@ -130,15 +130,15 @@ def rope(dev: Device, x: Tensor, position: Tensor, inv_freq: Tensor, inverse: bo
 def act_quant(dev: Device, x: Tensor, out: Tensor, block: int = 128, variant: str | None = None) -> None:
     """out = x rounded to e4m3, one power-of-two scale per `block` along the row (the last one may be shorter).
 
-    x [R, dim] bf16 (rs); out [R, dim] bf16, the rounded values, exact in bf16. Variants: naive, warp (the same bits).
+    x [R, dim] bf16 (rs); out [R, dim] bf16, the rounded values, exact in bf16. Variants: naive, group (the same bits).
     """
     R, dim = x.shape
     _shape("act_quant", "out", out, R, dim)
     _need(block > 0, "act_quant", f"block {block}")
     _packed("act_quant", out=out)
-    which = _choose("act_quant", variant, "warp", ("naive", "warp"))
+    which = _choose("act_quant", variant, "group", ("naive", "group"))
     if R:
-        grid = _ceil(R * _ceil(dim, block), 128 if which == "naive" else 4)
+        grid = _ceil(R * _ceil(dim, block), 128 if which == "naive" else 16)
         dev.launch("act_quant", f"act_quant_{which}", (grid,), (128,), (x, out, R, dim, x.stride(0), block))
 
 
@@ -331,7 +331,7 @@ def swiglu(dev: Device, gate: Tensor, up: Tensor, weight: Tensor | None, out: Te
     _packed("swiglu", gate=gate, up=up, weight=weight, out=out)
     if R:
         args = (gate, up, weight, out, R * width, width, limit)
-        dev.launch("swiglu", "swiglu_clamped", (_ceil(R * width, 256),), (256,), args)
+        dev.launch("swiglu", "swiglu_clamped", (_ceil(R * width, 1024),), (128,), args)
 
 
 def moe_combine(dev: Device, down: Tensor, experts: Tensor, shared: Tensor, routed: Tensor, out: Tensor) -> None:
@@ -345,4 +345,5 @@ def moe_combine(dev: Device, down: Tensor, experts: Tensor, shared: Tensor, rout
         _shape("moe_combine", name, tensor, T, D)
     _packed("moe_combine", down=down, experts=experts, shared=shared, routed=routed, out=out)
     if T:
-        dev.launch("moe_combine", "moe_combine", (T, _ceil(D, 128)), (128,), (down, experts, shared, routed, out, k, D))
+        threads = min(128, _ceil(D, 256) * 32)  # eight elements each
+        dev.launch("moe_combine", "moe_combine", (T, _ceil(D, 8 * threads)), (threads,), (down, experts, shared, routed, out, k, D))
