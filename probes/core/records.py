@@ -10,6 +10,8 @@ import dataclasses
 import enum
 import json
 import math
+import types
+import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,19 +208,20 @@ VERDICTS = ("pass", "fail", "incomplete")
 # ---- one line ----
 
 
-def _to_wire(value: Any) -> Any:
+def to_wire(value: Any) -> Any:
+    """The value with non-finite numbers as strings and tuples as lists: what strict JSON can carry."""
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, dict):
-        return {str(k): _to_wire(v) for k, v in value.items()}
+        return {str(k): to_wire(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_wire(v) for v in value]
+        return [to_wire(v) for v in value]
     return value
 
 
 def to_line(record: Record) -> str:
     """One strict JSON line, without a line break."""
-    return json.dumps({"type": record.type, **_to_wire(dataclasses.asdict(record))}, allow_nan=False, ensure_ascii=False)
+    return json.dumps({"type": record.type, **to_wire(dataclasses.asdict(record))}, allow_nan=False, ensure_ascii=False)
 
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -226,6 +229,26 @@ _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 def _reject_constant(name: str) -> Any:
     raise RecordError(f"{name} is not strict JSON; non-finite numbers are strings")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """A value read from JSON fits a field's type: an int passes for a float, a bool for neither."""
+    if hint is Any:
+        return True
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, one) for one in typing.get_args(hint))
+    origin = typing.get_origin(hint) or hint
+    if origin is list:
+        return isinstance(value, list) and all(_fits(v, typing.get_args(hint)[0]) for v in value)
+    if isinstance(value, bool) and hint in (int, float):
+        return False
+    return isinstance(value, int | float) if hint is float else isinstance(value, origin)
+
+
+def _check_types(kind: str, values: dict[str, Any], cls: type) -> None:
+    for name, hint in typing.get_type_hints(cls).items():
+        if name in values and not _fits(values[name], hint):
+            raise RecordError(f"{kind}: {name} is {values[name]!r:.60}, expected {getattr(hint, '__name__', hint)}")
 
 
 def from_line(line: str) -> Record:
@@ -247,10 +270,12 @@ def from_line(line: str) -> Record:
             values[name] = _NON_FINITE[values[name]]
     if cls is Verdict and "state" in values:
         values["state"] = State(values["state"])
-    if cls is Summary and values.get("first_divergence") is not None:
+    if cls is Summary and isinstance(values.get("first_divergence"), dict):
+        _check_types("first_divergence", values["first_divergence"], Divergence)
         values["first_divergence"] = Divergence(**values["first_divergence"])
     if cls is Header and values.get("schema") != SCHEMA:
         raise RecordError(f"schema {values.get('schema')!r}; this version reads {SCHEMA}")
+    _check_types(str(kind), values, cls)
     try:
         return cls(**values)  # type: ignore[no-any-return]
     except TypeError as error:
