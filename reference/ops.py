@@ -107,7 +107,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, sums: Sums = PLAIN) -
 def rope_frequencies(rotary_dims: int, theta: float) -> Tensor:
     """inv_freq[i] = theta^(-2i/r), i < r/2; fp32."""
     exponent = torch.arange(0, rotary_dims, 2, dtype=torch.float32) / rotary_dims
-    return 1.0 / torch.pow(theta, exponent)
+    return torch.pow(theta, exponent).reciprocal()
 
 
 def yarn_frequencies(

@@ -139,7 +139,7 @@ def _random(name: str, spec: TensorSpec, config: ModelConfig, rng: torch.Generat
         return 1 + 0.2 * normal
     if name == "embed.weight":
         return normal
-    spread = (1.5 if name.endswith("gate.weight") else 1.0) * float(spec.shape[-1]) ** -0.5
+    spread: float = (1.5 if name.endswith("gate.weight") else 1.0) * float(spec.shape[-1]) ** -0.5
     return normal * spread
 
 
