@@ -1,0 +1,318 @@
+"""The report says what the records say: totals counted again from the pages, hostile names, cut-off and dishonest runs."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from parity.unit.synthetic_run import HOSTILE, cut_off, header, synthetic_run, verdict
+from probes.core.records import Coverage, Header, Record, RecordError, State, Summary, Verdict, read_run, to_line
+from reports import heat, words
+from reports.__main__ import main
+from reports.render import render_run, report_html
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNS: dict[str, list[Record]] = {
+    "fail": synthetic_run(seed=1),
+    "pass": synthetic_run(seed=2, fails=0, not_run=0, missing=0, nan=False, hostile=False),
+    "not run": synthetic_run(seed=3, fails=0, not_run=9, missing=0),
+    "missing": synthetic_run(seed=4, fails=0, not_run=0, missing=5),
+    "cut off": cut_off(synthetic_run(seed=5)),
+    "empty": [header(), Summary("incomplete", 0, 0, 0, None, 0, reasons=["nothing was compared"])],
+    "61 layers": synthetic_run(seed=6, layers=61, fails=40),
+}
+
+
+class Page(HTMLParser):
+    """What a reader of the page can count: tags, attributes, text, rows per state, big numbers."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.rows: list[dict[str, str]] = []
+        self.counts: dict[str, str] = {}
+        self.text: list[str] = []
+        self._count = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.tags.append((tag, values))
+        if tag == "tr" and "data-state" in values:
+            self.rows.append(values)
+        self._count = values.get("data-count", "")
+
+    def handle_data(self, data: str) -> None:
+        if self._count:
+            self.counts[self._count] = data.strip()
+            self._count = ""
+        self.text.append(data)
+
+    @property
+    def words(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.text))
+
+
+def states(records: list[Record]) -> dict[str, int]:
+    """Counted without the project's own arithmetic."""
+    out = {"pass": 0, "fail": 0, "not_run": 0}
+    for record in records:
+        if isinstance(record, Verdict):
+            out[record.state.value] += 1
+    return out
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_totals_agree_in_records_page_and_junit(name, tmp_path):
+    records = RUNS[name]
+    counted = states(records)
+    page = Page(render_run(records, tmp_path).read_text(encoding="utf-8"))
+    assert [page.counts[key] for key in ("passed", "failed", "not_run")] == [str(counted[key]) for key in ("pass", "fail", "not_run")]
+    assert page.counts["total"] == str(sum(counted.values()))
+    shown = [row["data-state"].replace(" ", "_") for row in page.rows]
+    left_out = sum(int(values["data-left-out"]) for _, values in page.tags if "data-left-out" in values)
+    assert [shown.count("fail"), shown.count("not_run"), shown.count("pass") + left_out] == [counted["fail"], counted["not_run"], counted["pass"]]
+
+    root = ElementTree.parse(tmp_path / "junit.xml").getroot()
+    gates = next(suite for suite in root if suite.get("name") == "gates")
+    cases = gates.findall("testcase")
+    assert len(cases) == int(gates.get("tests", "")) == sum(counted.values())
+    for tag, attribute, state in (("failure", "failures", "fail"), ("skipped", "skipped", "not_run")):
+        assert len(gates.findall(f"testcase/{tag}")) == int(gates.get(attribute, "")) == int(root.get(attribute, "")) == counted[state]
+    assert int(root.get("tests", "")) == len(list(root.iter("testcase")))
+    assert int(root.get("errors", "")) == len(list(root.iter("error")))
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "because"),
+    [
+        ("fail", "fail", "3 of"),
+        ("pass", "pass", "nothing that was asked for was left out"),
+        ("not run", "incomplete", "9 gates were not run"),
+        ("missing", "incomplete", "5 taps did not fire"),
+        ("cut off", "incomplete", "incomplete: the run was cut off"),
+        ("empty", "incomplete", "nothing was compared"),
+    ],
+)
+def test_verdict_in_words_with_its_reason(name, verdict, because, tmp_path):
+    page = Page(render_run(RUNS[name], tmp_path).read_text(encoding="utf-8"))
+    assert next(values["data-verdict"] for _, values in page.tags if "data-verdict" in values) == verdict
+    assert because in page.words
+    errors = list(ElementTree.parse(tmp_path / "junit.xml").iter("error"))
+    assert bool(errors) == (verdict == "incomplete"), "a run that is not whole must not look green to a CI page"
+
+
+def test_a_narrowed_run_is_not_a_pass_and_not_a_lie():
+    *records, summary = RUNS["pass"]
+    assert isinstance(summary, Summary)
+    narrowed = dataclasses.replace(summary, verdict="incomplete", reasons=["only 4 tests were selected"])
+    text = Page(report_html([*records, narrowed])).words
+    assert "incomplete: nothing failed, but not everything was looked at. only 4 tests were selected" in text
+
+
+def test_a_gate_runs_again_with_the_options_of_its_run():
+    typed = "pytest parity/ --phase decode --prompt 'a b.txt' -k core --report out --steps 9"
+    assert words.command("parity/t.py::t[x-1]", typed) == "pytest 'parity/t.py::t[x-1]' --phase decode --prompt 'a b.txt' --steps 9"
+    assert words.command("", typed) == ""
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [{"failed": 0, "passed": 9999}, {"verdict": "pass"}, {"verdict": "incomplete"}, {"total": 1}, {"near_ties": 0, "not_run": 0}],
+    ids=lambda lie: next(iter(lie)),
+)
+def test_a_summary_that_the_records_contradict_is_not_believed(lie):
+    records = synthetic_run(seed=7)
+    summary = records[-1]
+    assert isinstance(summary, Summary)
+    html = report_html([*records[:-1], dataclasses.replace(summary, **lie)])
+    assert 'data-verdict="incomplete"' in html
+    assert "contradicts its records" in html
+
+
+def test_a_missing_tap_turns_a_claimed_pass_into_incomplete():
+    records = RUNS["pass"]
+    html = report_html([*records[:-1], Coverage("decode", 0, "layers.0.attn.q", "free", 130, 129), records[-1]])
+    assert 'data-verdict="incomplete"' in html
+
+
+@pytest.mark.parametrize("name", ["fail", "cut off"])
+def test_text_from_records_never_becomes_markup(name):
+    page = Page(report_html(RUNS[name]))
+    scripts = [values for tag, values in page.tags if tag == "script"]
+    assert scripts == [{}]
+    assert not [tag for tag, _ in page.tags if tag in {"img", "iframe", "object", "embed", "link", "base", "form"}]
+    assert not [values for _, values in page.tags if any(key.startswith("on") for key in values)]
+    assert 'alert("x")' in page.words, "the name is shown as text"
+
+
+@pytest.mark.parametrize("field", ["point", "gate", "mode", "phase", "metric", "why", "reason", "component", "test_id"])
+def test_every_text_of_a_verdict_is_escaped(field, tmp_path):
+    plain = verdict(random.Random(0), "logits", "free", "prefill", None, state=State.FAIL, spent=2.0)
+    hostile = dataclasses.replace(plain, **{field: HOSTILE})  # type: ignore[arg-type]
+    records: list[Record] = [header(), hostile]
+    page = Page(render_run(records, tmp_path).read_text(encoding="utf-8"))
+    assert [values for tag, values in page.tags if tag in {"script", "img"}] == [{}]
+    ElementTree.parse(tmp_path / "junit.xml")
+
+
+def test_page_loads_nothing_and_its_policy_matches_its_script():
+    html = report_html(RUNS["fail"])
+    page = Page(html)
+    for tag, values in page.tags:
+        assert "src" not in values, tag
+        assert values.get("href", "#").startswith("#"), values
+    assert not re.search(r"https?:|@import|url\(", html)
+    script = html.split("<script>")[1].split("</script>")[0]
+    assert f"script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in html
+
+
+def test_links_and_ids_meet():
+    page = Page(report_html(RUNS["fail"]))
+    ids = [values["id"] for _, values in page.tags if "id" in values]
+    assert len(ids) == len(set(ids))
+    assert {values["href"][1:] for tag, values in page.tags if tag == "a"} <= set(ids)
+
+
+def test_non_finite_numbers_are_words():
+    page = Page(report_html(RUNS["fail"]))
+    row = next(row for row in page.rows if row["data-state"] == "fail")
+    cells = Page(report_html(RUNS["fail"]).split(f'id="{row["id"]}"')[1].split("</tr>")[0]).text
+    assert [cell.strip() for cell in cells].count("NaN") == 3, "value, share and cosine"
+    assert "got NaN want inf" in " ".join(cells)
+    assert "production, layer 5: NaN" in page.words, "a value without a place on the axis is named"
+
+
+def test_the_page_is_the_same_from_memory_and_from_the_file(tmp_path):
+    records = RUNS["fail"]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(to_line(r) + "\n" for r in records), encoding="utf-8")
+    assert report_html(read_run(path)) == report_html(records)
+
+
+def test_heat_map_never_shows_a_pass_over_something_worse():
+    rng = random.Random(0)
+    point = "layers.0.attn.q"
+    good = verdict(rng, point, "isolated", "prefill", 0, spent=0.5)
+    fired = Coverage("prefill", 0, point, "isolated", 1, 1)
+    cases = {
+        "50%": ([good], [fired]),
+        "✗ 200%": ([good, verdict(rng, point, "free", "prefill", 0, state=State.FAIL, spent=2.0)], [fired]),
+        "✗ NaN": ([verdict(rng, point, "free", "prefill", 0, state=State.FAIL, spent=math.nan), good], [fired]),
+        "not run": ([good, verdict(rng, point, "free", "prefill", 0, state=State.NOT_RUN, spent=None)], [fired]),
+        "missing": ([good], [fired, Coverage("prefill", 0, point, "free", 2, 1)]),
+        "no gate": ([], [fired]),
+        "·": ([], []),
+    }
+    for text, (verdicts, coverage) in cases.items():
+        blocks, _ = heat.heat_map([*verdicts, verdict(rng, point, "free", "decode", 0, spent=0.1)], coverage, [0])
+        assert blocks[0].rows[0].groups[0][0].text == text
+        assert blocks[0].rows[0].groups[1][0].text == "10%"
+
+
+def test_heat_map_keeps_dataflow_order_across_layer_kinds():
+    assert heat.merge_orders([["a", "q", "out"], ["a", "q", "compressor", "out"], ["a", "q", "score", "compressor", "out"]]) == [
+        "a", "q", "score", "compressor", "out",
+    ]  # fmt: skip
+    blocks, model = heat.heat_map([r for r in RUNS["fail"] if isinstance(r, Verdict)], [], list(range(8)))
+    names = [row.name for row in blocks[0].rows]
+    assert names.index("attn.kv") < names.index("attn.compressor") < names.index("attn.indexer.score") < names.index("attn.core") < names.index("ffn.out")
+    assert [row.name for row in model] == ["embed", "hc_head", "norm", "logits"]
+
+
+@given(st.floats(min_value=0))
+@example(math.nan)
+@example(0.99999999)
+@example(1.00000001)
+@example(9.9951)
+def test_share_never_rounds_onto_the_limit(spent):
+    text = words.share(spent)
+    if spent != 1:
+        assert text != "100 %"
+    if spent > 0:
+        assert text != "0 %"
+
+
+def test_thousands_of_gates_stay_below_five_megabytes_and_keep_every_failure(tmp_path):
+    rng = random.Random(0)
+    many: list[Record] = [header(61)]
+    for layer in range(61):
+        for point in ("attn.q", "attn.core", "ffn.out"):
+            many += [verdict(rng, f"layers.{layer}.{point}", "free", "decode", layer, (s, s), details={"note": "x" * 300}) for s in range(100)]
+    many += [verdict(rng, "layers.60.ffn.out", "isolated", "prefill", 60, state=State.FAIL, spent=2.0) for _ in range(50)]
+    report = render_run(many, tmp_path)
+    page = Page(report.read_text(encoding="utf-8"))
+    assert report.stat().st_size < 5_000_000
+    assert sum(row["data-state"] == "fail" for row in page.rows) == 50
+    assert re.search(r"\d+ gates more, the best-behaved ones, are in run.jsonl", page.words)
+
+
+def test_a_planted_fault_and_what_was_not_checked_are_said():
+    records = [dataclasses.replace(header(), inject="B001", layers=[2, 3], layers_run=[0, 1, 2, 3], phases=["decode"]), *RUNS["fail"][1:]]
+    text = Page(report_html(records)).words
+    for said in ("planted on purpose: B001", "prefill: not asked for", "layers 0-1: run", "ran on the CPU device", "not exercised: SwiGLU clamp", "4 gates not run: no CUDA device"):
+        assert said in text, said
+
+
+def test_command_line_draws_beside_the_run_or_elsewhere(tmp_path, capsys):
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(to_line(r) + "\n" for r in RUNS["fail"]), encoding="utf-8")
+    assert main([str(path)]) == 0
+    assert main([str(path), "--out", str(tmp_path / "a" / "b")]) == 0
+    assert (tmp_path / "report.html").read_bytes() == (tmp_path / "a" / "b" / "report.html").read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "junit.xml", "report.html", "run.jsonl"], "no temporary file stays"
+    assert "report: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"not json\n\n", b'{"type": "summary"}\n\n', b"\xff\xfe\n", b"[" * 100_000 + b"\n\n", b'{"type": "header"}\n\n',
+        (to_line(header()) + "\n" + json.dumps({"type": "verdict", "gate": "g", "point": "p", "mode": "free", "state": "fail", "metric": "m", "spent": "<b>"}) + "\n").encode(),
+        (to_line(header()).replace('"environment": {', '"environment": [], "model": {', 1) + "\n\n").encode(),
+        (to_line(header()).replace('"tokens": [250]', '"tokens": 250') + "\n\n").encode(),
+    ],
+    ids=["empty", "no json", "no header", "no text", "deep", "header without fields", "text for a number", "list for a dictionary", "number for a list"],
+)  # fmt: skip
+def test_bad_run_files_get_one_line_and_exit_2(content, tmp_path, capsys):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(content)
+    assert main([str(path), "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_file_and_unwritable_directory_exit_2(tmp_path, capsys):
+    assert main([str(tmp_path / "none.jsonl")]) == 2
+    path = tmp_path / "run.jsonl"
+    path.write_text(to_line(header()) + "\n", encoding="utf-8")
+    assert main([str(path), "--out", str(path / "below-a-file")]) == 2
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 3
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+
+
+def test_records_without_a_header_are_refused(tmp_path):
+    with pytest.raises(RecordError, match="header"):
+        render_run([r for r in RUNS["fail"] if not isinstance(r, Header)], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_reports_need_no_torch():
+    code = "import sys, reports.render, reports.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
