@@ -248,7 +248,7 @@ def test_a_missing_compiler_names_the_package(monkeypatch, fresh_cache, tmp_path
 
 def test_missing_headers_name_the_wheels(monkeypatch):
     monkeypatch.setattr(cpu_device, "TOOLKIT", Path("/nonexistent"))
-    monkeypatch.setattr(cpu_device.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("DSV4_PARITY_CUDA_INCLUDE", raising=False)
     with pytest.raises(KernelError, match="pip install nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl"):
