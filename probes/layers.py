@@ -71,14 +71,11 @@ def _cell(one: dict[str, Any] | None) -> str:
 
 def _grid(layers: Sequence[int], found: Sequence[dict[str, Any]], phase: str) -> Table:
     """Points down, layers across, worst row's relative L2 in the cells."""
-    table = Table(f"{phase}: worst row, |production - reference| / |reference|", ["point", *(f"L{n}" for n in layers)])
+    columns: list[int | None] = [*layers, None]
+    table = Table(f"{phase}: worst row, |production - reference| / |reference|", ["point", *(f"L{n}" for n in layers), "model"])
     cells = {(one["layer"], _name(one["point"])): one for one in found if one["phase"] == phase}
     for name in dict.fromkeys(name for _, name in cells):
-        row = [
-            _cell(cells.get((None, name))) if (None, name) in cells and at == 0 else _cell(cells.get((n, name)))
-            for at, n in enumerate(layers)
-        ]
-        table.add(name, *row)
+        table.add(name, *(_cell(cells.get((column, name))) for column in columns))
     return table
 
 

@@ -13,8 +13,15 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture
 def trace():
-    t = Trace(["embed", "layers.2.attn.selected", "layers.2.attn.indexer.score", "logits"], {"policy": ["bf16"], "layers": [0, 1, 2]})
-    t.begin("prefill", positions=torch.tensor([[0, 1], [4, 5]]), valid=torch.tensor([[1, 1], [1, 0]]), tokens=torch.tensor([[7, 8], [9, 9]]))
+    t = Trace(
+        ["embed", "layers.2.attn.selected", "layers.2.attn.indexer.score", "logits"], {"policy": ["bf16"], "layers": [0, 1, 2]}
+    )
+    t.begin(
+        "prefill",
+        positions=torch.tensor([[0, 1], [4, 5]]),
+        valid=torch.tensor([[1, 1], [1, 0]]),
+        tokens=torch.tensor([[7, 8], [9, 9]]),
+    )
     t.add("embed", torch.tensor([[[1.0, NAN], [INF, -INF]], [[-0.0, 2.0], [3.0, 1e-42]]]))
     t.add("layers.2.attn.selected", torch.tensor([[[0, -1], [0, 1]], [[-1, -1], [1, 0]]]))
     t.add("layers.2.attn.indexer.score", torch.tensor([[[0.5, -INF]] * 2] * 2))
@@ -109,8 +116,14 @@ DAMAGE = {
     "a truncated file": (truncate, "truncated"),
     "an empty file": (lambda d: (d / "0000-prefill.safetensors").write_bytes(b""), "truncated"),
     "a pickle": (lambda d: torch.save({}, d / "0000-prefill.safetensors"), "truncated or broken"),
-    "a file elsewhere": (lambda d: edit(d, lambda m: m["passes"][0].update(file="../x.safetensors")), "no .safetensors file of this"),
-    "a missing tensor": (lambda d: edit(d, lambda m: m["passes"][1]["tensors"].update({"logits": [2, 1, 2]})), "'logits' is missing"),
+    "a file elsewhere": (
+        lambda d: edit(d, lambda m: m["passes"][0].update(file="../x.safetensors")),
+        "no .safetensors file of this",
+    ),
+    "a missing tensor": (
+        lambda d: edit(d, lambda m: m["passes"][1]["tensors"].update({"logits": [2, 1, 2]})),
+        "'logits' is missing",
+    ),
     "an unlisted tensor": (lambda d: edit(d, lambda m: m["passes"][0]["tensors"].pop("embed")), "does not list"),
     "a wrong shape": (lambda d: edit(d, lambda m: m["passes"][0]["tensors"].update(embed=[2, 2, 3])), "expected"),
     "positions of another length": (lambda d: edit(d, lambda m: m["passes"][0].update(positions=[[0], [1]])), "positions"),

@@ -220,8 +220,8 @@ def to_wire(value: Any) -> Any:
 
 
 def to_line(record: Record) -> str:
-    """One strict JSON line, without a line break."""
-    return json.dumps({"type": record.type, **to_wire(dataclasses.asdict(record))}, allow_nan=False, ensure_ascii=False)
+    """One strict JSON line in ASCII, without a line break."""
+    return json.dumps({"type": record.type, **to_wire(dataclasses.asdict(record))}, allow_nan=False)
 
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -255,7 +255,9 @@ def from_line(line: str) -> Record:
     """The record of a line. Raises RecordError with what is wrong."""
     try:
         values = json.loads(line, parse_constant=_reject_constant)
-    except ValueError as error:
+    except RecordError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"not a JSON line: {error}") from None
     kind = values.pop("type", None) if isinstance(values, dict) else None
     cls = _TYPES.get(kind) if isinstance(kind, str) else None
@@ -268,17 +270,19 @@ def from_line(line: str) -> Record:
     for name, f in fields.items():
         if name in values and isinstance(values[name], str) and "float" in str(f.type) and values[name] in _NON_FINITE:
             values[name] = _NON_FINITE[values[name]]
-    if cls is Verdict and "state" in values:
-        values["state"] = State(values["state"])
-    if cls is Summary and isinstance(values.get("first_divergence"), dict):
-        _check_types("first_divergence", values["first_divergence"], Divergence)
-        values["first_divergence"] = Divergence(**values["first_divergence"])
     if cls is Header and values.get("schema") != SCHEMA:
         raise RecordError(f"schema {values.get('schema')!r}; this version reads {SCHEMA}")
-    _check_types(str(kind), values, cls)
     try:
+        if cls is Verdict and "state" in values:
+            values["state"] = State(values["state"])
+        if cls is Summary and isinstance(values.get("first_divergence"), dict):
+            _check_types("first_divergence", values["first_divergence"], Divergence)
+            values["first_divergence"] = Divergence(**values["first_divergence"])
+        _check_types(str(kind), values, cls)
         return cls(**values)  # type: ignore[no-any-return]
-    except TypeError as error:
+    except RecordError:
+        raise
+    except (TypeError, ValueError) as error:
         raise RecordError(f"{kind}: {error}") from None
 
 
@@ -347,13 +351,13 @@ class Ledger:
 def read_run(path: Path) -> list[Record]:
     """Every record of a run file; a cut-off last line is dropped. Raises RecordError with the line's number."""
     records: list[Record] = []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            records.append(from_line(line))
-        except (RecordError, ValueError, TypeError) as error:
+            records.append(from_line(line.decode("utf-8")))
+        except (RecordError, UnicodeDecodeError) as error:
             if number == len(lines):  # no line break after it: the run was killed while writing
                 break
             raise RecordError(f"{path}:{number}: {error}") from None

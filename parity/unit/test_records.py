@@ -1,0 +1,263 @@
+"""Records: what is written comes back, the sums of a run add up, and a run of nothing is never a pass."""
+
+import dataclasses
+import json
+import math
+import sys
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from probes.core.records import (
+    Coverage,
+    Divergence,
+    Header,
+    Kernel,
+    Ledger,
+    Measurement,
+    Mechanism,
+    RecordError,
+    State,
+    Summary,
+    Verdict,
+    from_line,
+    read_run,
+    summarise,
+    to_line,
+    verdicts,
+)
+
+NAN, INF = math.nan, math.inf
+HEADER = Header(
+    started="2026-01-02T03:04:05", command="pytest parity/", commit="abc", dirty=False, environment={"torch": "2"}, checkpoint="c",
+    checkpoint_hash="0", model={}, device="cpu", policy=["bf16"], phases=["prefill"], layers=[0], layers_run=[0],
+    prompts=["medium.txt:0:250"], tokens=[250], steps=0, max_context=8192,
+)  # fmt: skip
+
+
+def verdict(state=State.PASS, **facts):
+    return Verdict(gate="g", point="layers.0.attn.q", mode="free", state=state, metric="worst_row_rel_l2", **facts)
+
+
+def same(a, b):
+    """Equal, NaN included."""
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+# ---- one line ----
+
+floats = st.one_of(st.floats(), st.sampled_from([NAN, INF, -INF, -0.0, 5e-324, sys.float_info.max]))
+text = st.text(max_size=20)
+json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), text),
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(text, v, max_size=3),
+)
+records = st.one_of(
+    st.builds(
+        Verdict, gate=text, point=text, mode=text, state=st.sampled_from(State), metric=text, layer=st.none() | st.integers(0, 99),
+        value=st.none() | floats, limit=st.none() | floats, floor=st.none() | floats, got=st.none() | floats, want=st.none() | floats,
+        norm_ratio=st.none() | floats, why=text, reason=text, where=st.lists(st.integers()), rows=st.integers(0), local=st.none() | st.booleans(),
+        details=st.dictionaries(text, json_values, max_size=3),
+    ),
+    st.builds(Measurement, name=text, values=st.dictionaries(text, json_values, max_size=3)),
+    st.builds(Coverage, phase=text, layer=st.none() | st.integers(), point=text, mode=text, expected=st.integers(), observed=st.integers()),
+    st.builds(Kernel, source=text, kernel=text, arch=text, build=text, launches=st.integers()),
+    st.builds(Mechanism, name=text, count=st.integers(), meaning=text),
+    st.builds(dataclasses.replace, st.just(HEADER), command=text, inject=st.none() | text, notes=st.lists(text)),
+    st.builds(
+        Summary, verdict=text, passed=st.integers(), failed=st.integers(), not_run=st.integers(), total=st.integers(), seconds=floats,
+        first_divergence=st.none() | st.builds(Divergence, layer=st.none() | st.integers(), point=text, phase=st.none() | text, step=st.none(), local=st.none(), component=text),
+    ),
+)  # fmt: skip
+
+
+@given(records)
+@example(verdict(value=NAN, limit=INF, got=-INF, want=-0.0))
+@example(verdict(reason="\udcff, a byte of a file name that is no text"))
+@example(verdict(reason="line\nbreak \u2028 \x00 </script>"))
+@settings(deadline=None)
+def test_a_record_survives_its_line(record):
+    line = to_line(record)
+    assert "\n" not in line
+    back = from_line(line)
+    assert type(back) is type(record)
+    assert same(dataclasses.asdict(back), dataclasses.asdict(record))
+
+
+@given(records)
+@settings(deadline=None)
+def test_a_line_is_strict_json(record):
+    def forbidden(constant):
+        raise AssertionError(constant)
+
+    assert json.loads(to_line(record), parse_constant=forbidden)["type"] == record.type
+
+
+def test_non_finite_numbers_are_strings_on_the_wire():
+    values = json.loads(to_line(verdict(value=NAN, limit=INF, got=-INF, details={"deep": [NAN]})))
+    assert (values["value"], values["limit"], values["got"], values["details"]) == ("nan", "inf", "-inf", {"deep": ["nan"]})
+
+
+def test_a_text_that_reads_like_a_number_stays_text():
+    assert from_line(to_line(verdict(reason="nan"))).reason == "nan"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "not a JSON line"),
+        ("{", "not a JSON line"),
+        ("[]", "unknown record type"),
+        ("7", "unknown record type"),
+        ('{"type": "verdct"}', "unknown record type 'verdct'"),
+        ('{"type": []}', "unknown record type"),
+        ('{"type": "verdict"}', "missing"),
+        ('{"type": "measurement", "name": "x", "values": {"a": NaN}}', "strict JSON"),
+        ('{"type": "measurement", "name": "x", "valuez": {}}', "unknown fields ['valuez']"),
+        ('{"type": "kernel", "source": "a", "kernel": "b", "arch": "c", "build": "d"}', "launches"),
+        (to_line(verdict()).replace('"pass"', '"passed"'), "passed"),
+        (to_line(HEADER).replace('"schema": 1', '"schema": 2'), "schema 2"),
+        (
+            to_line(summarise([verdict()], divergence=Divergence(0, "p", None, None, None, "c"))).replace('"component"', '"x"'),
+            "x",
+        ),
+    ],
+)
+def test_what_is_no_record_is_refused(line, message):
+    with pytest.raises(RecordError) as caught:
+        from_line(line)
+    assert message in str(caught.value)
+
+
+# ---- the arithmetic of a run ----
+
+
+def seen(expected=1, observed=1):
+    return Coverage("prefill", 0, "layers.0.attn.q", "free", expected, observed)
+
+
+@given(st.lists(st.sampled_from(State)), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3))))
+@settings(deadline=None)
+def test_counts_add_up_and_only_a_complete_run_passes(states, cells):
+    run = [*(verdict(s, near_ties=1) for s in states), *(seen(*c) for c in cells)]
+    s = summarise(run)
+    assert (s.passed, s.failed, s.not_run) == tuple(states.count(x) for x in (State.PASS, State.FAIL, State.NOT_RUN))
+    assert s.total == s.passed + s.failed + s.not_run == s.near_ties
+    missing = any(observed < expected for expected, observed in cells)
+    clean = s.passed > 0 and not s.failed and not s.not_run and not missing
+    assert (s.verdict == "pass") == clean
+    assert (s.verdict == "fail") == (s.failed > 0)
+
+
+def test_an_empty_run_is_incomplete():
+    s = summarise([])
+    assert (s.verdict, s.total) == ("incomplete", 0)
+    assert "nothing was compared" in s.reasons
+
+
+def test_a_tap_that_never_fired_is_not_a_pass():
+    s = summarise([verdict(), seen(expected=1, observed=0)])
+    assert (s.verdict, s.coverage_missing) == ("incomplete", 1)
+    assert "fired 0 of 1" in s.reasons[0]
+
+
+def test_what_did_not_run_says_why_and_is_not_a_pass():
+    s = summarise([verdict(), verdict(State.NOT_RUN, reason="no device"), verdict(State.NOT_RUN, reason="no device")])
+    assert (s.verdict, s.not_run, s.reasons) == ("incomplete", 2, ["no device"])
+
+
+def test_a_failure_outweighs_everything():
+    assert summarise([verdict(), verdict(State.FAIL), verdict(State.NOT_RUN), seen(1, 0)]).verdict == "fail"
+
+
+# ---- files ----
+
+
+def write(path, *records):
+    with Ledger(path) as ledger:
+        for record in records:
+            ledger.write(record)
+    return path
+
+
+def test_a_run_is_read_back(tmp_path):
+    run = [HEADER, verdict(), Measurement("residual", values={"rms": 1.0}), summarise([verdict()])]
+    assert read_run(write(tmp_path / "run.jsonl", *run)) == run
+    assert list(verdicts(run)) == [run[1]]
+
+
+def test_every_record_is_on_disk_before_the_next(tmp_path):
+    with Ledger(tmp_path / "run.jsonl") as ledger:
+        ledger.write(HEADER)
+        assert read_run(tmp_path / "run.jsonl") == [HEADER]
+
+
+def test_a_run_file_is_never_overwritten_nor_written_after_its_end(tmp_path):
+    path = write(tmp_path / "run.jsonl", HEADER)
+    with pytest.raises(FileExistsError):
+        Ledger(path)
+    ledger = Ledger(tmp_path / "other.jsonl")
+    ledger.close()
+    ledger.close()
+    with pytest.raises(RecordError, match="closed"):
+        ledger.write(HEADER)
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_a_cut_off_last_line_is_dropped(tmp_path, cut):
+    path = write(tmp_path / "run.jsonl", HEADER, verdict())
+    path.write_bytes(path.read_bytes()[: -1 - cut])
+    assert read_run(path) == [HEADER]
+
+
+def test_a_line_cut_inside_a_character_is_dropped(tmp_path):
+    path = write(tmp_path / "run.jsonl", HEADER)
+    path.write_bytes(path.read_bytes() + b'{"type": "verdict", "reason": "\xc3')
+    assert read_run(path) == [HEADER]
+
+
+def test_a_broken_line_in_the_middle_has_its_number(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text(to_line(HEADER) + "\n{\n" + to_line(verdict()) + "\n")
+    with pytest.raises(RecordError, match=r"run\.jsonl:2:"):
+        read_run(path)
+
+
+def test_a_broken_but_finished_last_line_is_an_error(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text(to_line(HEADER) + "\n{\n")
+    with pytest.raises(RecordError, match=":2:"):
+        read_run(path)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", to_line(verdict()) + "\n"])
+def test_a_run_without_a_header_is_no_run(tmp_path, content):
+    path = tmp_path / "run.jsonl"
+    path.write_text(content)
+    with pytest.raises(RecordError, match="no header"):
+        read_run(path)
+
+
+def test_bytes_that_are_no_text_are_no_run(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(to_line(HEADER).encode() + b"\n\xff\xfe\n" + to_line(verdict()).encode() + b"\n")
+    with pytest.raises(RecordError):
+        read_run(path)
+
+
+def test_records_import_nothing_but_the_standard_library():
+    import ast
+
+    import probes.core.records as module
+
+    tree = ast.parse(open(module.__file__, encoding="utf-8").read())
+    roots = {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    roots |= {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    assert roots <= set(sys.stdlib_module_names)
