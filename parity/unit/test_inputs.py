@@ -144,7 +144,7 @@ def test_a_bad_prompt_is_one_clear_line(case, tmp_path):
 
 
 def test_a_missing_prompt_lists_what_there_is():
-    with pytest.raises(InputError, match="long.txt, medium.txt, short.txt"):
+    with pytest.raises(InputError, match=r"long\.txt, medium\.txt, short\.txt"):
         read("midium.txt")
 
 

@@ -24,9 +24,21 @@ CONFIG = ModelConfig.from_dir(Path(__file__).resolve().parents[2] / "checkpoints
 PROMISED = [f"hc_{half}.{part}" for half in ("attn", "ffn") for part in ("pre", "post", "comb", "a", "X")]
 PROMISED += [
     f"attn.{name}"
-    for name in "norm q kv compressor indexer.q indexer.compressor indexer.score selected visible core out".split()
+    for name in [
+        "norm",
+        "q",
+        "kv",
+        "compressor",
+        "indexer.q",
+        "indexer.compressor",
+        "indexer.score",
+        "selected",
+        "visible",
+        "core",
+        "out",
+    ]
 ]
-PROMISED += [f"ffn.{name}" for name in "norm gate experts routed shared_experts out".split()]
+PROMISED += [f"ffn.{name}" for name in ["norm", "gate", "experts", "routed", "shared_experts", "out"]]
 
 
 def test_the_promised_points_exist():

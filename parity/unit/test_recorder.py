@@ -75,7 +75,7 @@ def test_a_failed_start_leaves_nothing_attached(model):
 
 
 def test_an_unknown_point_names_the_nearest(model):
-    with pytest.raises(InputError, match="layers.2.attn.selected"), Recorder(model, ["layers.2.attn.selectd"]):
+    with pytest.raises(InputError, match=r"nearest is 'layers\.2\.attn\.selected'"), Recorder(model, ["layers.2.attn.selectd"]):
         pytest.fail("never runs")
 
 

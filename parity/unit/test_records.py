@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -257,7 +258,7 @@ def test_records_import_nothing_but_the_standard_library():
 
     import probes.core.records as module
 
-    tree = ast.parse(open(module.__file__, encoding="utf-8").read())
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     roots = {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     roots |= {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     assert roots <= set(sys.stdlib_module_names)
