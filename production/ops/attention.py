@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from production.launch import Device, KernelError
+from production.launch import Argument, Device, KernelError
 
 SCALE_BLOCK, KEY_BLOCK = 64, 32  # e4m3 and e2m1 codes per scale, as in entry.cuh
 SPLIT_KEYS, MAX_SPLITS = 64, 64  # keys of the smallest split; beyond 64 splits each takes more keys
@@ -118,7 +118,7 @@ def store_window(dev: Device, kv: Tensor, position: Tensor, row: Tensor, ring: T
     b, slots, size = ring.shape
     _tokens("store_window", T, position, row)
     _shape("store_window", "ring_position", ring_position, b, slots)
-    _need(T <= b * slots, "store_window", f"{T} tokens in {b} rows of {slots} slots: two would share a slot")
+    _need(b * slots >= T, "store_window", f"{T} tokens in {b} rows of {slots} slots: two would share a slot")
     r = _rotary_dims("store_window", d, size)
     strides = (*_rows("store_window", "kv", kv), *_entry_strides("store_window", "ring", ring), *_rows("store_window", "ring_position", ring_position))
     if T:
@@ -191,12 +191,12 @@ def compressor_prefill(
     E, out = pooled.shape[1:]
     overlap, slots = _pooling("compressor_prefill", width, ratio, ape, state_kv, state_gate, start, count, pooled, entry, entry_position)
     _shape("compressor_prefill", "gate", gate, b, s, width)
-    _need(E > s // ratio, "compressor_prefill", f"{E} entries for calls of {s} tokens, expected at least {s // ratio + 1}")
+    _need(s // ratio < E, "compressor_prefill", f"{E} entries for calls of {s} tokens, expected at least {s // ratio + 1}")
     strides = _rows("compressor_prefill", "kv", kv, 2)
     _need(_rows("compressor_prefill", "gate", gate, 2) == strides, "compressor_prefill", "kv and gate have different strides")
     if not b:
         return
-    args = (kv, gate, ape, state_kv, state_gate, start, count)
+    args: tuple[Argument, ...] = (kv, gate, ape, state_kv, state_gate, start, count)
     pool = (pooled, entry, entry_position, E, out, ratio, overlap)
     dev.launch("compressor", "compressor_pool", (E, b, _ceil(out, POOL_CHANNELS)), (POOL_CHANNELS,), (*args, *pool, *strides))
     if s:
@@ -251,7 +251,7 @@ def indexer_score(
     )  # fmt: skip
     entries, block, shared = {"naive": (64, 64, 0), "entries": (32, 128, 4 * (32 * (di + 4) + hi * di)), "mma": (64, 128, 2 * 80 * (di + 8))}[which]
     if T and E:
-        args = (q, weights, keys, scales, position, row, score, hi, di, E, capacity, ratio, *strides)
+        args: tuple[Argument, ...] = (q, weights, keys, scales, position, row, score, hi, di, E, capacity, ratio, *strides)
         dev.launch("indexer", f"indexer_score_{which}", (T, _ceil(E, entries)), (block,), args, shared)
 
 
