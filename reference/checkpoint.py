@@ -187,7 +187,10 @@ class Checkpoint:
         listed: dict[Path, set[str]] = {}
         for name, path in self._shard_of.items():
             listed.setdefault(path, set()).add(name)
-        for path in {self._shard_of[name] for name in self.specs}:
+        needed = sorted({self._shard_of[name] for name in self.specs})
+        for path in needed:
+            self._shard(path)
+        for path in needed:
             held = {stored.removeprefix("model.") for stored in self._shard(path).keys()}
             unlisted = sorted(n for n in held - listed[path] if not n.startswith("mtp."))
             if unlisted:
