@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,23 @@ MAX_GRID = (2**31 - 1, 65535, 65535)
 TOOLKIT = Path("/usr/local/cuda")
 HEADER_WHEELS = ("nvidia-cuda-runtime", "nvidia-cuda-crt", "nvidia-cuda-cccl")
 
+
+def _target_flags() -> list[str]:
+    """Vector instructions where this processor has them: the same bits without, only slower."""
+    with suppress(OSError):
+        known = Path("/proc/cpuinfo").read_text()
+        if MACHINE == "x86_64" and re.search(r"\bavx2\b", known) and re.search(r"\bfma\b", known):
+            return ["-march=x86-64-v3"]
+    return []
+
+
 COMMON_FLAGS = [
     "-std=c++17", "-fPIC", "-fno-strict-aliasing", "-fwrapv",
     "-ffp-contract=off",      # a * b + c stays two roundings, as with NVRTC's -fmad=false
     "-fno-extern-tls-init",   # or g++ calls an initialiser before every use of a shared array
     "-fno-gnu-unique",        # or two modules would share the shared arrays of a template they both instantiate
     "-Wno-unknown-pragmas", "-Wno-attributes",
-    *(["-march=x86-64-v3"] if MACHINE == "x86_64" else []),
+    *_target_flags(),
 ]  # fmt: skip
 PLAIN_FLAGS = ["-O3"]
 CHECKED_FLAGS = [
@@ -186,18 +196,26 @@ def building(output: Path) -> Iterator[Path | None]:
     import fcntl
 
     scratch_root = cache_folder() / "scratch"
-    scratch_root.mkdir(parents=True, exist_ok=True)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with (scratch_root / f"{output.name}.lock").open("w") as lock:
+    lock_path = scratch_root / f"{output.name}.lock"
+    try:
+        scratch_root.mkdir(parents=True, exist_ok=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        opened = lock_path.open("w")
+    except OSError as error:
+        raise KernelError(f"builds cannot be kept in {cache_folder()} ({error.strerror}); set DSV4_PARITY_CACHE to a folder that "
+                          "can be written") from None  # fmt: skip
+    with opened as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released by the system if this process dies
         if output.exists():  # another process was faster
             yield None
             return
         for left in scratch_root.glob("build-*"):
-            if time.time() - left.stat().st_mtime > 3600:
-                shutil.rmtree(left, ignore_errors=True)
+            with suppress(FileNotFoundError):  # another process sweeps too
+                if time.time() - left.stat().st_mtime > 3600:
+                    shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix="build-", dir=scratch_root) as scratch:
             yield Path(scratch)
+        lock_path.unlink(missing_ok=True)  # whoever opens a new one finds the output
 
 
 def _run_compiler(command: Sequence[str], what: str, text: str | None = None) -> None:

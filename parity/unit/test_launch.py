@@ -255,6 +255,13 @@ def test_missing_headers_name_the_wheels(monkeypatch):
         open_device("cpu")
 
 
+def test_a_cache_that_cannot_be_written_names_the_variable(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DSV4_PARITY_CACHE", str(tmp_path / "file"))
+    with pytest.raises(KernelError, match=r"builds cannot be kept in .*file .*set DSV4_PARITY_CACHE"):
+        cpu_device.Module(PROBES / "launch_probe.cu")
+
+
 def one_kernel(folder, body):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "half.cu").write_text(
