@@ -26,7 +26,7 @@ from torch import Tensor
 from probes.core.records import Mechanism
 from probes.core.recorder import Recorder
 from probes.core.trace import Trace, grow_last, join
-from reference.points import INDICES, SCORES, layer_of, points_of_layer, points_of_model, spec_of
+from reference.points import INDICES, SCORES, PointSpec, layer_of, points_of_layer, points_of_model, spec_of
 
 TWIN_ORDERS = (1, 2, 3)
 
@@ -58,23 +58,61 @@ def absent_rows(want: Tensor, row_dims: int) -> Tensor:
     return want.flatten(want.dim() - row_dims).isnan().all(-1)
 
 
+def replayable(choice: Tensor, limit: Tensor, fill: range | None) -> Tensor:
+    """A choice [b, s, k] that the reference can replay, ascending: what is out of range or there twice is dropped.
+
+    limit  first index out of range, broadcast to [b, s, k]; fill  None: dropped ones become -1 (none); else the smallest
+    unused index, since an expert slot cannot be empty. The fault itself is judged on the untouched choice.
+    """
+    choice = choice.sort(-1).values
+    twice = torch.zeros_like(choice, dtype=torch.bool)
+    twice[..., 1:] = choice[..., 1:] == choice[..., :-1]
+    bad = (choice < 0) | (choice >= limit) | twice
+    if fill is None:
+        return choice.masked_fill(bad, torch.iinfo(torch.int64).max).sort(-1).values.masked_fill_(_sorted_last(bad), -1)
+    for b, s in bad.any(-1).nonzero().tolist():
+        kept = choice[b, s][~bad[b, s]].tolist()
+        free = [i for i in fill if i not in kept]
+        choice[b, s] = torch.tensor(sorted(kept + free[: choice.shape[-1] - len(kept)]))
+    return choice
+
+
+def _sorted_last(bad: Tensor) -> Tensor:
+    """Where the `bad` ones stand after sorting them to the end."""
+    kept = (~bad).sum(-1, keepdim=True)
+    return torch.arange(bad.shape[-1]).expand(bad.shape) >= kept
+
+
 # ---- noise floors ----
+
+
+def rows_of(spec: PointSpec, mode: str, dims: int) -> int:
+    """Trailing axes that make one judged row of a tensor with `dims` axes: the point's own in isolated runs (a head, say);
+    everything of a token in free runs, where single heads are at the mercy of what earlier layers hand down."""
+    return dims - 2 if mode == "free" else spec.row_dims
 
 
 @dataclass
 class Floor:
-    """Worst twin row of one point and mode over every pass of the run.
+    """Noise of one point and mode over every pass of the run.
 
-    error, norm     worst relative L2 and worst |norm ratio - 1|; absolute  worst element error
+    error, norm     worst relative L2 and worst |norm ratio - 1| of a twin's row;  absolute  worst element error
     rows            twin rows seen; 0 means there is no floor
+    errors          relative L2 of every row, by twin; `typical` is the largest of their medians
     """
 
     error: float = 0.0
     norm: float = 0.0
     absolute: float = 0.0
     rows: int = 0
+    errors: dict[int, list[Tensor]] = field(default_factory=dict)
 
-    def add(self, got: Tensor, want: Tensor, kind: str, row_dims: int, valid: Tensor) -> None:
+    @property
+    def typical(self) -> float:
+        """The largest median row over the twins."""
+        return max((float(torch.cat(e).median()) for e in self.errors.values()), default=0.0)
+
+    def add(self, got: Tensor, want: Tensor, kind: str, row_dims: int, valid: Tensor, twin: int = 0) -> None:
         """Take in one pass of one twin. valid [b, s]."""
         if kind == INDICES:
             return
@@ -91,6 +129,7 @@ class Floor:
             self.error = max(self.error, float(error[use].max()))
             self.norm = max(self.norm, float(norm[use].max()))
             self.rows += int(use.sum())
+            self.errors.setdefault(twin, []).append(error[use])
 
 
 def _spread(valid: Tensor, like: Tensor) -> Tensor:
@@ -293,10 +332,9 @@ class Audit:
         for point in self.choice_points:
             value = self.get("production", point, phase, step).clone()
             if point.endswith("selected"):
-                value[(value < 0) | (value >= (position[..., None] + 1) // 4)] = -1
+                choices[point] = replayable(value, (position[..., None] + 1) // 4, None)
             else:
-                value[(value < 0) | (value >= self.config.n_routed_experts)] = 0
-            choices[point] = value
+                choices[point] = replayable(value, torch.tensor(self.config.n_routed_experts), range(self.config.n_routed_experts))
         return choices
 
     def layer_input(self, layer: int, phase: str, step: int | None) -> Tensor:
@@ -336,15 +374,15 @@ class Audit:
                 twin.prefill(tokens, self.states[name], lengths, choices=choices)
             else:
                 twin.decode(tokens[:, 0], self.states[name], choices=choices)
-        self._add_floor("free", phase, step, self.free_points)
+        self._add_floor("free", phase, step, self.free_points, twin)
         with self._record("twin", twin, self.isolated_points, phase, step):
             for layer in self.plan.layers:
                 self.states[name + "isolated"].import_layer(layer, before[layer])
                 X = self.layer_input(layer, phase, step)
                 twin.run_layer(layer, X, tokens, self.states[name + "isolated"], lengths, choices=choices, decode=phase == "decode")
-        self._add_floor("isolated", phase, step, self.isolated_points)
+        self._add_floor("isolated", phase, step, self.isolated_points, twin)
 
-    def _add_floor(self, mode: str, phase: str, step: int | None, points: tuple[str, ...]) -> None:
+    def _add_floor(self, mode: str, phase: str, step: int | None, points: tuple[str, ...], model: Any) -> None:
         """Take the twin's last pass into the floors, and forget it."""
         twin = self.passes.pop(("twin", phase, step))
         for point in points:
@@ -352,7 +390,7 @@ class Audit:
             if spec.kind != INDICES and twin.fired(point, phase, step):
                 floor = self.floors.setdefault((mode, point), Floor())
                 want = self.get("reference", point, phase, step)
-                floor.add(twin.get(point, phase, step), want, spec.kind, spec.row_dims, self.valid(phase))
+                floor.add(twin.get(point, phase, step), want, spec.kind, rows_of(spec, mode, want.dim()), self.valid(phase), self.twins.index(model))
 
     # ---- what the tests read ----
 

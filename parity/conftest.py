@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,22 +80,27 @@ def describe(v: Verdict) -> str:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A test that ended without a verdict still counts: an exception is a failure, a skip is not run."""
     report = yield
     run = item.config.stash.get(RUN, None)
-    if run is not None and item.nodeid not in run.judged and (report.failed or report.skipped):  # type: ignore[attr-defined]
-        name = item.name
-        operation = getattr(item, "originalname", name) or name
-        reason = str(call.excinfo.value).strip().splitlines()[0][:300] if call.excinfo and str(call.excinfo.value).strip() else report.outcome  # type: ignore[attr-defined]
-        state = State.NOT_RUN if report.skipped else State.FAIL  # type: ignore[attr-defined]
-        kind = "" if report.skipped or call.excinfo is None else f"{call.excinfo.typename}: "  # type: ignore[attr-defined]
-        component = _component_of(item, operation)
-        run.record(Verdict(operation, name, "operation", state, "none", reason=f"{kind}{reason}", component=component, test_id=item.nodeid))
+    if run is None or item.nodeid in run.judged:
+        return report
+    operation = getattr(item, "originalname", item.name)
+    base = Verdict(f"operation.{operation.removeprefix('test_')}", item.name, "operation", State.PASS, "assertions of the test", component=_component_of(operation), test_id=item.nodeid)
+    if report.passed and report.when == "call":
+        run.record(replace(base, rows=1))
+    elif not report.passed:
+        said = str(call.excinfo.value).strip() if call.excinfo else ""
+        reason = said.splitlines()[0][:300] if said else report.outcome
+        if report.skipped:
+            run.record(replace(base, state=State.NOT_RUN, reason=reason))
+        else:
+            run.record(replace(base, state=State.FAIL, reason=f"{call.excinfo.typename}: {reason}" if call.excinfo else reason))
     return report
 
 
-def _component_of(item: pytest.Item, operation: str) -> str:
+def _component_of(operation: str) -> str:
     for name, row in OPERATIONS.items():
         if operation.startswith(f"test_{name}"):
             return row.component

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parity import gates
-from parity.audit import Audit, Floor, absent_rows, row_errors
+from parity.audit import Audit, Floor, absent_rows, row_errors, rows_of
 from parity.gates import GATES, Gate
 from parity.selection import Case
 from probes.core.records import State, Verdict
@@ -89,43 +89,49 @@ def judge_values(
     if spec.kind == SCORES:
         seen = want.isfinite() & use
         got, want = got.masked_fill(~seen, 0.0), want.masked_fill(~seen, 0.0)
-    error, norm = row_errors(got, want, spec.row_dims)
-    rows = valid.reshape(*valid.shape, *[1] * (error.dim() - 2)).expand(error.shape) & ~(absent_rows(want, spec.row_dims) & absent_rows(got, spec.row_dims))
+    dims = rows_of(spec, mode, want.dim())
+    error, norm = row_errors(got, want, dims)
+    rows = valid.reshape(*valid.shape, *[1] * (error.dim() - 2)).expand(error.shape) & ~(absent_rows(want, dims) & absent_rows(got, dims))
     count = int(rows.sum())
-    if count == 0 and spec.sparse and not masks_differ:
+    if count == 0 and spec.sparse and not masks_differ and valid.any():
         # No group ended here and production wrote none: the masks are what was compared.
-        groups = int(valid.sum())
-        return replace(base, state=State.PASS, metric="no entry is due and none was written", value=0.0, limit=0.0, spent=0.0, rows=groups, why=gate.why)
-    eps = gate.eps(mode)
-    judgement = gates.judge(_worst(error, rows)[0], floor.error if floor.rows else math.nan, eps, gate.k, count)
-    norm_judgement = gates.judge(_worst(norm, rows)[0], floor.norm if floor.rows else math.nan, eps / 2, gate.k, count, what="norm ratio off by")
+        return replace(base, state=State.PASS, metric="no entry is due and none was written", value=0.0, limit=0.0, spent=0.0, rows=int(valid.sum()), why=gate.why)
+    eps, k = gate.eps(mode), gate.k(mode)
     value, where = _worst(error, rows)
-    details: dict[str, Any] = {}
-    state, reason = judgement.state, judgement.reason
-    if state is State.PASS and norm_judgement.state is not State.PASS:
-        state, reason = norm_judgement.state, norm_judgement.reason
+    noise = (floor.error, floor.norm, floor.typical) if floor.rows else (math.nan, math.nan, math.nan)
+    worst_row = gates.judge(value, noise[0], eps, k, count)
+    norm_ratio = gates.judge(_worst(norm, rows)[0], noise[1], eps, k, count, what="norm ratio off 1 by")
+    parts = [worst_row, norm_ratio]
+    median = None
+    if count >= gates.TYPICAL_ROWS:
+        median = float(error[rows].nan_to_num(math.inf).median())
+        parts.append(gates.judge(median, noise[2], gate.typical_eps(mode), k, count, what="typical (median) row rel-L2"))
+    details: dict[str, Any] = {"median": median, "median_floor": floor.typical, "median_limit": parts[-1].limit if median is not None else None}
+    decisive = next((p for p in parts if p.state is State.FAIL), next((p for p in parts if p.state is State.NOT_RUN), worst_row))
+    state, reason = decisive.state, decisive.reason
+    spent = max(p.spent if not math.isnan(p.spent) else 0.0 for p in parts) if state is State.PASS else decisive.spent
     if masks_differ:
-        state, reason = State.FAIL, f"finite masks differ in {masks_differ} elements, first at {first_mask}"
+        state, reason, spent = State.FAIL, f"finite masks differ in {masks_differ} elements, first at {first_mask}", math.inf
     if state is State.FAIL:
-        over = rows & (~(error <= judgement.limit) | ~(norm <= norm_judgement.limit))
+        over = rows & (~(error <= worst_row.limit) | ~(norm <= norm_ratio.limit))
         if masks_differ:
             over |= differ.flatten(error.dim()).any(-1) if differ.dim() > error.dim() else differ
+        if not over.any():  # only the typical row is off: it starts where rows are above its limit
+            over = rows & ~(error <= parts[-1].limit)
         firsts = over.nonzero()
-        order = firsts[:, 1].argmin()
-        details["first"] = firsts[order].tolist()
+        details["first"] = firsts[firsts[:, 1].argmin()].tolist()
     worst = tuple(where)
     g, w = got[worst].double().flatten(), want[worst].double().flatten()
     gap = (g - w).abs()
     gap = torch.where(gap.isnan(), torch.inf, gap)
-    element = int(gap.argmax()) if gap.numel() else 0
-    inner = torch.unravel_index(torch.tensor(element), want[worst].shape) if want[worst].dim() else ()
+    element = int(gap.argmax())
+    inner = torch.unravel_index(torch.tensor(element), want[worst].shape)
     keep = rows.reshape(-1)
     flat_got, flat_want = got.double().reshape(rows.numel(), -1)[keep], want.double().reshape(rows.numel(), -1)[keep]
     return replace(
-        base, state=state, reason=reason, value=value, limit=judgement.limit, spent=max(judgement.spent, norm_judgement.spent) if state is State.PASS else judgement.spent,
-        floor=floor.error, k=gate.k, eps=eps, why=gate.why, where=where, element=[*where, *[int(i) for i in inner]],
-        got=float(g[element]), want=float(w[element]),
-        norm_ratio=float(g.norm() / w.norm()) if w.norm() > 0 else None, norm_ratio_limit=norm_judgement.limit,
+        base, state=state, reason=reason, value=value, limit=worst_row.limit, spent=spent, floor=floor.error, k=k, eps=eps, why=gate.why,
+        where=where, element=[*where, *[int(i) for i in inner]], got=float(g[element]), want=float(w[element]),
+        norm_ratio=float(g.norm() / w.norm()) if w.norm() > 0 else None, norm_ratio_limit=norm_ratio.limit,
         cosine=float(torch.dot(g, w) / (g.norm() * w.norm())) if g.norm() * w.norm() > 0 else None,
         rel_l2=float((flat_got - flat_want).norm() / flat_want.norm()) if flat_want.norm() > 0 else None, rows=count, details=details,
     )  # fmt: skip
@@ -272,13 +278,13 @@ def judge_mhc(audit: Audit, layer: int, phase: str, half: str) -> Verdict:
     rows = float((comb.sum(-1) - want.sum(-1)).abs().max())
     gate = GATES["mhc.sums"]
     floor = audit.floor("isolated", point)
-    judgement = gates.judge(max(columns, rows), floor.absolute * audit.config.hc_mult if floor.rows else math.nan, gate.eps("isolated"), gate.k, comb.shape[0], "sum off by")
+    judgement = gates.judge(max(columns, rows), floor.absolute * audit.config.hc_mult if floor.rows else math.nan, gate.eps("isolated"), gate.k("isolated"), comb.shape[0], "sum off by")
     state, reason = judgement.state, judgement.reason
     if outside:
         state, reason = State.FAIL, f"{outside} values out of range: pre in (0, 1 + eps], post in (0, 2], comb >= 0"
     return replace(
         base, state=state, reason=reason, value=max(columns, rows), limit=judgement.limit, spent=judgement.spent, floor=floor.absolute * audit.config.hc_mult,
-        k=gate.k, eps=gate.eps("isolated"), rows=comb.shape[0],
+        k=gate.k("isolated"), eps=gate.eps("isolated"), rows=comb.shape[0],
         details={"columns": columns, "rows": rows, "column_deviation": float((comb.sum(-2) - 1).abs().max()), "row_deviation": float((comb.sum(-1) - 1).abs().max())},
     )  # fmt: skip
 
@@ -316,9 +322,9 @@ def judge_residual(audit: Audit, layer: int, phase: str) -> Verdict:
         details[name] = ratio.tolist()
         off = max(off, float((ratio - 1).abs().nan_to_num(math.inf).max()))
     floor = audit.floor("free", point)
-    judgement = gates.judge(off, floor.error if floor.rows else math.nan, gate.eps("free"), gate.k, got.shape[0], "|X| ratio off 1 by")
+    judgement = gates.judge(off, floor.error if floor.rows else math.nan, gate.eps("free"), gate.k("free"), got.shape[0], "|X| ratio off 1 by")
     return replace(
-        base, state=judgement.state, reason=judgement.reason, value=off, limit=judgement.limit, spent=judgement.spent, floor=floor.error, k=gate.k,
+        base, state=judgement.state, reason=judgement.reason, value=off, limit=judgement.limit, spent=judgement.spent, floor=floor.error, k=gate.k("free"),
         eps=gate.eps("free"), rows=got.shape[0], details=details,
     )  # fmt: skip
 

@@ -14,8 +14,10 @@ import torch
 
 from parity.audit import Audit
 from parity.evaluate import whole_phase
-from probes.core.measure import sinkhorn_measurement
+from probes.core.measure import matrix_distance, sinkhorn_measurement
 from probes.core.records import Measurement
+
+MOST_ITERATIONS = 200  # further Sinkhorn iterations tried to find how many reach 1e-6
 
 
 def measurements(audit: Audit) -> list[Measurement]:
@@ -59,8 +61,10 @@ def sinkhorn(audit: Audit, layer: int, phase: str, half: str) -> list[Measuremen
             if value is None:
                 return []
             found[name, who] = value
-    values = sinkhorn_measurement(found["comb", "isolated"], found["pre", "isolated"], found["post", "isolated"], found["comb", "reference"])
-    return [Measurement("sinkhorn", layer=layer, phase=phase, point=f"layers.{layer}.{half}.comb", values={"site": half, **values})]
+    comb, want = found["comb", "isolated"][None], found["comb", "reference"][None]  # [1, queries, n, n]
+    values = sinkhorn_measurement(comb, found["pre", "isolated"][None], found["post", "isolated"][None], iterations=MOST_ITERATIONS)
+    distance = {f"matrix_{name}": value for name, value in matrix_distance(comb, want).items()}
+    return [Measurement("sinkhorn", layer=layer, phase=phase, point=f"layers.{layer}.{half}.comb", values={"site": half, **values, **distance})]
 
 
 def visible(audit: Audit, layer: int, phase: str) -> list[Measurement]:

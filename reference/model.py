@@ -154,6 +154,15 @@ class Transformer:
         policy = ", ".join(sorted(self.policy)) or "no rounding"
         return f"reference (PyTorch, FP32, sum order {self._sums.order}; {policy}) of {self._checkpoint.describe()}"
 
+    def twin(self, sum_order: int) -> Transformer:
+        """The same model and policy with its sums in another order: what it differs by is the noise floor."""
+        return Transformer(Checkpoint(self._checkpoint.directory, self.layers), self._policy, Sums(sum_order), self.max_context)
+
+    def router_bias(self, layer: int) -> Tensor:
+        """[n_routed_experts], added to the scores for the choice only; zero in hash-routed layers."""
+        bias = self.blocks[layer].ffn.gate.bias
+        return torch.zeros(self.config.n_routed_experts) if bias is None else bias
+
     def new_state(self, batch: int = 1, max_context: int | None = None) -> State:
         """An empty state. `max_context` None takes load's value; more than that is an InputError."""
         if not isinstance(batch, int) or batch < 1:
