@@ -135,14 +135,36 @@ def test_rope_turns_adjacent_pairs_at_any_position(heads, dim, r, inverse, devic
     judge("rope", f"{case}: pads", after[~real], exact=True, reference=lambda: before[~real])
 
 
+@pytest.mark.parametrize("inverse", [False, True], ids=["forward", "back"])
+def test_rope_does_not_round_its_angles(inverse, device, hostile, judge):
+    """The first of each pair is a cos - b sin with b chosen so that it cancels: what is left shows any rounding of cos or sin."""
+    rows, heads, r = 29, 3, 64
+    position = hostile.packed(1 + 36_157 * torch.arange(rows, dtype=I32))
+    inv_freq = hostile.packed(ref.rope_frequencies(r, 10_000.0))
+    cos, sin = (t[:, None] for t in ref.rope_angles(position.cpu(), inv_freq.cpu()))
+    sin = -sin if inverse else sin
+    usable = (cos.abs() > 0.05) & (sin.abs() > 0.05)
+    first = hostile.f32((rows, heads, r // 2), seed=7, lo=1.0, hi=2.0).cpu().bfloat16().float() * usable
+    second = torch.where(usable, first * cos / torch.where(usable, sin, 1.0), 0.0)
+    x = hostile.strided(torch.stack((first, second), -1).flatten(-2).bfloat16())
+    before = x.cpu().float()
+    ops.rope(device, x, position, inv_freq, inverse)
+
+    def compute() -> Tensor:
+        return (before[..., 0::2] * cos - before[..., 1::2] * sin).view(rows, heads, -1)
+
+    judge("rope", f"cancelling pairs, {'back' if inverse else 'forward'}", x.cpu().float()[..., 0::2], reference=compute,
+          twins=[lambda: compute().bfloat16().float()])  # fmt: skip
+
+
 def awkward_for_e4m3(rows: int, dim: int, seed: int) -> Tensor:
     """bf16 rows whose block maxima sit at, just above and just below 448 * 2^n, at the floor 1e-4, and at zero."""
     x = torch.randn(rows, dim, generator=generator(seed)).clamp(-3, 3)
     size = torch.exp2(torch.randint(-40, 40, (rows, 1), generator=generator(seed + 1)).float())
     x = x / 4 * size * 448  # |x| < 448 * size
     kind = torch.arange(rows) % 6
-    peak = torch.tensor([1.0, 1.0 + 2**-7, 1.0 - 2**-7, -1.0, -1.0 - 2**-7, 0.0])[kind]
-    x[:, 5::32] = peak[:, None] * 448 * size  # one in every block of 32 or more
+    peak = torch.tensor([1.75, 1.75 + 2**-7, 1.75 - 2**-7, -1.75, -1.75 - 2**-7, 0.0])[kind]  # the bf16 neighbours of 448
+    x[:, 5::32] = peak[:, None] * 256 * size  # one in every block of 32 or more
     x[kind == 5] *= (torch.arange(rows)[kind == 5] % 4 > 1)[:, None]  # some rows of zeros
     x[:, 7::32] = size * 448 / 2**15  # subnormal codes and ties between them
     x[:, 9::32] = size * 448 / 2**17 * 1.5
@@ -294,7 +316,8 @@ def test_linear_gives_a_token_the_same_bits_in_any_company(kind, variant, device
 @pytest.mark.parametrize("E", [8, 37, 384], ids=lambda E: f"{E} experts")
 def test_gate_scores(rows, scoring, E, device, hostile, judge):
     logits = hostile.f32((rows, E), seed=30, scale=3.0, packed=True)
-    logits[0, :6] = torch.tensor([0.0, 20.5, -20.5, 88.0, -60.0, 1e-6])  # past the ends of exp, and around 20
+    logits[0, :6] = torch.tensor([0.0, 20.5, -20.5, 95.0, -60.0, 1e-6])  # past the ends of exp, and around 20
+    logits[1:2] -= 25.0  # a row where exp is all there is
     scores = hostile.poisoned((rows, E), F32)
     ops.gate_scores(device, logits, scoring, scores)
     x = logits.cpu()
