@@ -42,6 +42,15 @@ WORLDS: dict[str, dict[str, Any]] = {
 TOKENS = 140  # past the first HCA entry and several windows
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The worlds are too small for torch's threads, and the kernels have their own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     made: dict[str, Path] = {}
@@ -128,8 +137,8 @@ def layer_agrees(layer: int, ref, pro, ref_seen, X: Tensor, tokens: Tensor, stat
         want = ref_seen[point][0]
         if spec_of(point).kind == INDICES:
             differ = sum(a != b for a, b in zip(sets(value), sets(want), strict=True))
-            exact = point.endswith("visible")  # selections were replayed, so what is seen must be equal
-            assert differ <= (0 if exact else max(1, len(value[0]) // 50)), f"{point}: {differ} sets differ"
+            near_ties = 0 if point.endswith("visible") else 1 + value.shape[1] // 20  # what is seen was replayed: equal
+            assert differ <= near_ties, f"{point}: {differ} sets differ"
         else:
             off = rows_off(point, value, want).flatten()
             assert decode or float(off.median()) <= MEDIAN_LIMIT, f"{point}: median row off by {float(off.median()):.1e}"
@@ -155,12 +164,15 @@ def test_every_point_of_every_layer_agrees_with_the_reference(world: str, checkp
             X = seen[f"layers.{layer}.hc_ffn.X"][0]
 
 
-def test_free_running_logits_stay_near_the_reference(loaded, checkpoint) -> None:
-    pro, ref = loaded("tiny"), reference.model.load(TINY, policy="published", max_context=400)
+def test_free_running_logits_are_as_near_as_a_twin_of_the_reference(loaded) -> None:
+    """Roundings cascade, so single rows may be far off in both; the median row is what a fault moves."""
+    pro = loaded("tiny")
+    ref, twin = (reference.model.load(TINY, policy="published", max_context=400, sum_order=order) for order in (0, 1))
     tokens = torch.tensor([prompt(60, 2048)])
-    off = rows_off("logits", pro.prefill(tokens, pro.new_state(1)), ref.prefill(tokens, ref.new_state(1)))
-    assert float(off.median()) < 0.05
-    assert float(off.max()) < 0.5
+    want, reordered, got = (model.prefill(tokens, model.new_state(1)) for model in (ref, twin, pro))
+    floor = float(rows_off("logits", reordered, want).median())
+    assert 0 < floor < 0.05
+    assert float(rows_off("logits", got, want).median()) < 2 * floor
 
 
 # ---- against itself ----
