@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 WIDTH, HEIGHT = 620, 250
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 34
+LEFT, RIGHT, TOP, BOTTOM = 68, 14, 14, 34
 
 
 @dataclass(frozen=True)
