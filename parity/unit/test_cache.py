@@ -74,6 +74,13 @@ def test_a_million_tokens_fit_the_promise(ratios: list[int], csa: int, hca: int)
     assert sum(parts.values()) == pytest.approx(growth, rel=0.01), "the rest is constant and small"
 
 
+@pytest.mark.parametrize("ratios", [FLASH_RATIOS, PRO_RATIOS], ids=["flash", "pro"])
+def test_the_formula_is_what_a_million_tokens_would_hold(ratios: list[int]) -> None:
+    config = real(ratios)
+    cache = KVCache(config, config.num_hidden_layers, 1, MILLION, 512, torch.device("meta"))  # shapes without memory
+    assert cache.nbytes() == formula(config, 1, MILLION, 512)
+
+
 @given(window=st.integers(1, 300), chunk=st.integers(1, 600), context=st.integers(1, 2000))
 def test_a_chunk_never_overwrites_what_its_first_query_sees(window: int, chunk: int, context: int) -> None:
     slots = ring_slots(window, min(chunk, context), context)
