@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from probes.core.cli import Answer, CannotMeasureError, Table, answer, bare_parser
+from probes.core.cli import Answer, CannotMeasureError, Table, answer, bare_parser, count
 from probes.core.compare import Comparison, compare_keys, compare_point, compare_visible
 from probes.core.trace import Trace
 from reference.config import InputError
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = bare_parser("diff", DESCRIPTION, EXAMPLE)
     parser.add_argument("got", metavar="GOT", help="trace directory")
     parser.add_argument("want", metavar="WANT", help="trace directory to compare with")
-    parser.add_argument("--most", metavar="N", type=int, default=40, help="rows of the table, worst first (default: 40)")
+    parser.add_argument("--most", metavar="N", type=count, default=40, help="rows of the table, worst first (default: 40)")
     return answer("diff", parser, argv, _measure)
 
 

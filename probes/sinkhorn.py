@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from probes.core.cli import Answer, Table, answer, ask_of, number, probe_parser
+from probes.core.cli import Answer, Table, answer, ask_of, count, number, probe_parser
 from probes.core.measure import CONVERGED, matrix_distance, sinkhorn_measurement
 from probes.pair import Pair, run_pair
 
@@ -25,10 +25,10 @@ HALVES = ("attn", "ffn")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = probe_parser("sinkhorn", DESCRIPTION, EXAMPLE)
     parser.add_argument(
-        "--most", metavar="N", type=int, default=2000, help="give up counting iterations after N (default: 2000)"
+        "--most", metavar="N", type=count, default=2000, help="give up counting iterations after N (default: 2000)"
     )
     parser.add_argument(
-        "--history", metavar="N", type=int, default=0, help="also list the residual after each of N further iterations"
+        "--history", metavar="N", type=count, default=0, help="also list the residual after each of N further iterations"
     )
     return answer("sinkhorn", parser, argv, _measure)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probes.core.cli import Answer, Table, answer, ask_of, probe_parser
+from probes.core.cli import Answer, Table, answer, ask_of, count, probe_parser
 from probes.core.compare import compare_visible
 from probes.core.drive import run_model
 from probes.core.inputs import Prompt
@@ -33,7 +33,7 @@ WHO = ("production", "reference")
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = probe_parser("visible_kv", DESCRIPTION, EXAMPLE, steps=11)
-    parser.add_argument("--step", metavar="N", type=int, help="decode step to print as ranges (default: the last one)")
+    parser.add_argument("--step", metavar="N", type=count, help="decode step to print as ranges (default: the last one)")
     parser.add_argument("--against-prefill", action="store_true", help="compare decode with production's own one-shot prefill")
     return answer("visible_kv", parser, argv, _measure)
 

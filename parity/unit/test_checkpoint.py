@@ -5,6 +5,7 @@ import pickle
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from reference.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, expected_t
 from reference.config import InputError, ModelConfig
 
 TINY = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-dsv4"
-SMALL = {
+SMALL: dict[str, Any] = {
     "num_hidden_layers": 3, "compress_ratios": [0, 4, 128], "hidden_size": 64, "n_routed_experts": 2, "moe_intermediate_size": 32,
     "vocab_size": 32, "num_attention_heads": 2, "q_lora_rank": 32,
 }  # fmt: skip

@@ -40,8 +40,8 @@ def test_the_worst_row_decides_not_the_average():
     assert c.where == (1, 17)
     assert c.error == pytest.approx(0.25)
     assert c.rel_l2 == pytest.approx(0.025)
-    assert (c.norm_ratio, c.norm_ratio_where) == (pytest.approx(1.25), (1, 17))
-    assert (c.norm_ratio_min, c.norm_ratio_max) == (1.0, pytest.approx(1.25))
+    assert c.norm_ratio == c.norm_ratio_max == pytest.approx(1.25)
+    assert (c.norm_ratio_where, c.norm_ratio_min) == ((1, 17), 1.0)
     assert c.cosine == pytest.approx(1.0)
 
 

@@ -86,9 +86,8 @@ def test_points_stand_in_dataflow_order():
     every = points_of_model(CONFIG, (0, 1))
     assert every[0] == "embed"
     assert every[-3:] == ("hc_head", "norm", "logits")
-    assert [layer_of(p) for p in every if layer_of(p) is not None] == sorted(
-        layer_of(p) for p in every if layer_of(p) is not None
-    )
+    layers = [layer for p in every if (layer := layer_of(p)) is not None]
+    assert layers == sorted(layers)
 
 
 def test_every_legend_starts_with_batch_and_query():

@@ -259,8 +259,9 @@ def test_bad_input_is_one_line_and_exit_2(probe, case, world, tmp_path, capfd):
     ("probe", "arguments", "message"),
     [
         ("visible_kv", ["--step", "3"], "--step 3: expected a decode step 0..2"),
-        ("visible_kv", ["--step", "-1"], "--step -1"),
+        ("visible_kv", ["--step", "-1"], "expected a count"),
         ("visible_kv", ["--phase", "prefill", "--against-prefill"], "needs decode steps"),
+        ("sinkhorn", ["--most", "-1"], "expected a count"),
         ("record", ["--model", "reference", "--out", TINY], "not empty"),
         ("record", ["--model", "reference", "--out", "OUT", "--policy", "publish"], "publish"),
         ("record", ["--model", "production", "--out", "OUT", "--policy", "exact"], "declares its own"),
@@ -327,11 +328,14 @@ def test_tables_are_drawn_on_a_terminal_and_plain_elsewhere(monkeypatch):
 
     from probes.core.cli import Answer, show
 
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
     table = Table("title", ["name", "value"])
     table.add("[red]x[/red]", 1.5)  # a name is text, never markup
-    plain, drawn = io.StringIO(), io.StringIO()
+    plain, drawn = io.StringIO(), Terminal()
     show(Answer([table], {}), plain)
-    drawn.isatty = lambda: True
     monkeypatch.setenv("TERM", "xterm")
     show(Answer([table], {}), drawn)
     assert plain.getvalue() == "title\n  name          value\n  [red]x[/red]    1.5\n\n"

@@ -148,7 +148,9 @@ def test_decode_steps_are_stacked(model):
     assert trace.stack("embed")[0, :, 0].tolist() == [0, 1, 2]
     assert trace.stack("layers.2.attn.selected", steps=[0, 2]).tolist() == [[[0, -1, -1], [0, 1, 2]]]
     assert trace.stacked_positions().tolist() == [[10, 11, 12]]
-    assert trace.stacked_valid([1, 2]).tolist() == [[False, True]]
+    valid = trace.stacked_valid([1, 2])
+    assert valid is not None
+    assert valid.tolist() == [[False, True]]
 
 
 def test_what_did_not_fire_is_said(model):

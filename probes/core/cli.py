@@ -64,7 +64,7 @@ def probe_parser(name: str, description: str, example: str, steps: int = 8) -> a
         help=f"one batch row each (default: {DEFAULT_PROMPT}); .txt, or .json of token ids",
     )
     parser.add_argument("--phase", choices=(*PHASES, "both"), default="both", help="what to show (default: both)")
-    parser.add_argument("--steps", metavar="N", type=_count, default=steps, help=f"decode steps (default: {steps})")
+    parser.add_argument("--steps", metavar="N", type=count, default=steps, help=f"decode steps (default: {steps})")
     parser.add_argument(
         "--layers", metavar="LIST", help="layers to show, e.g. 0-3,7 (default: all); all layers up to the highest run"
     )
@@ -74,28 +74,30 @@ def probe_parser(name: str, description: str, example: str, steps: int = 8) -> a
     parser.add_argument(
         "--max-context",
         metavar="N",
-        type=_positive,
+        type=positive,
         help=f"tokens a row may hold (default: {DEFAULT_CONTEXT}, or the model's own limit)",
     )
     return parser
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """An argument that is a whole number from 0 on."""
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise argparse.ArgumentTypeError(f"expected a count, got {text!r}")
     return int(text)
 
 
-def _positive(text: str) -> int:
-    if _count(text) < 1:
+def positive(text: str) -> int:
+    """An argument that is a whole number from 1 on."""
+    if count(text) < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {text!r}")
     return int(text)
 
 
-def parse_layers(text: str | None, count: int) -> tuple[int, ...]:
+def parse_layers(text: str | None, layer_count: int) -> tuple[int, ...]:
     """The layers of a list such as `0-3,7`, ascending; None is all. Raises InputError that quotes the bad part."""
     if text is None:
-        return tuple(range(count))
+        return tuple(range(layer_count))
     layers: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part, re.ASCII)
@@ -104,8 +106,8 @@ def parse_layers(text: str | None, count: int) -> tuple[int, ...]:
         first, last = int(match[1]), int(match[2] or match[1])
         if first > last:
             raise InputError(f"--layers {text}: range {part.strip()} runs backwards")
-        if last >= count:
-            raise InputError(f"--layers {text}: layer {last} does not exist; the checkpoint has layers 0-{count - 1}")
+        if last >= layer_count:
+            raise InputError(f"--layers {text}: layer {last} does not exist; the checkpoint has layers 0-{layer_count - 1}")
         layers.update(range(first, last + 1))
     return tuple(sorted(layers))
 
