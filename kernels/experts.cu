@@ -110,7 +110,7 @@ struct SlotRows {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(TILE_THREADS)
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, 4)
 experts_mma(const __nv_bfloat16 *__restrict__ x, const int *__restrict__ plan, const unsigned char *__restrict__ w,
             const unsigned char *__restrict__ w_scale, __nv_bfloat16 *__restrict__ y,
             const unsigned char *__restrict__ second_w, const unsigned char *__restrict__ second_scale,

@@ -49,7 +49,7 @@ linear_bf16_thin(const __nv_bfloat16 *__restrict__ x, const __nv_bfloat16 *__res
                [&](int n, float sum) { output.store(t, n, sum); });
 }
 
-extern "C" __global__ void __launch_bounds__(TILE_THREADS)
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, 4)
 linear_bf16_mma(const __nv_bfloat16 *__restrict__ x, const __nv_bfloat16 *__restrict__ w, float *__restrict__ y_fp32,
                 __nv_bfloat16 *__restrict__ y_bf16, int T, int N, int K, long long x_stride, float scale, int rounded_first) {
   const int m0 = blockIdx.x * TILE, n0 = blockIdx.y * TILE;

@@ -68,7 +68,7 @@ linear_fp8_thin(const __nv_bfloat16 *__restrict__ x, const unsigned char *__rest
                [&](int n, float sum) { y[(size_t)t * N * gridDim.z + (size_t)group * N + n] = to_bf16(sum); });
 }
 
-extern "C" __global__ void __launch_bounds__(TILE_THREADS)
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, 4)
 linear_fp8_mma(const __nv_bfloat16 *__restrict__ x, const unsigned char *__restrict__ w,
                const unsigned char *__restrict__ w_scale, __nv_bfloat16 *__restrict__ y, int T, int N, int K,
                long long x_stride) {

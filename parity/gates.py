@@ -115,6 +115,7 @@ OPERATIONS: dict[str, Operation] = {
     "act_quant": _operation(0.0, "a rounding", "experts quant"),
     "linear_fp8": _operation(4e-3, BF16, "attention projections"),
     "linear_bf16": _operation(4e-3, BF16, "attention projections"),
+    "linear_fp32": _operation(1e-5, FP32, "MoE router"),  # linear_bf16 with an fp32 output: router, compressor, head
     "gate_scores": _operation(1e-5, FP32, "MoE router"),
     "gate_choose": _operation(0.0, "a choice", "MoE router"),
     "gate_weights": _operation(1e-5, FP32, "MoE router"),

@@ -236,8 +236,11 @@ def test_linear_fp8(K, N, rows, variant, device, hostile, judge):
 
 
 @VARIANTS
-# 96 rows a group: a group begins inside a scale block of 128 rows.
-@pytest.mark.parametrize(("groups", "N", "K"), [(2, 128, 256), (3, 96, 160)], ids=["groups of whole blocks", "groups across blocks"])
+# 96 and 77 rows a group: groups begin inside a scale block of 128 rows, and a block begins at an odd row of a group.
+@pytest.mark.parametrize(
+    ("groups", "N", "K"), [(2, 128, 256), (3, 96, 160), (3, 77, 136)],
+    ids=["groups of whole blocks", "groups across blocks", "groups of odd size"],
+)  # fmt: skip
 def test_linear_fp8_keeps_output_groups_apart(groups, N, K, variant, device, hostile, judge):
     rows = 13
     x = hostile.bf16((rows, groups * K), seed=12)
@@ -275,7 +278,7 @@ def test_linear_bf16(K, N, rows, variant, device, hostile, judge):
     case = f"{variant}, {rows} x {K} -> {N}"
     out = hostile.poisoned((rows, N), F32)
     ops.linear_bf16(device, x, weight, out, variant=variant)
-    judge("linear_bf16", f"{case} f32", out, reference=lambda: compute(Sums()), twins=exact_twins(compute))
+    judge("linear_fp32", f"{case} f32", out, reference=lambda: compute(Sums()), twins=exact_twins(compute))
     half = hostile.poisoned((rows, N), BF16)
     ops.linear_bf16(device, x, weight, half, variant=variant)
     judge("linear_bf16", f"{case} bf16", half, exact=True, reference=lambda: out.cpu().bfloat16())
