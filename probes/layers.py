@@ -17,7 +17,7 @@ from typing import Any
 from probes.core.cli import Answer, Table, answer, ask_of, number, probe_parser
 from probes.core.compare import SetComparison, compare_point, compare_visible
 from probes.pair import Pair, run_pair
-from reference.points import layer_of, points_of_layer
+from reference.points import LAYER_POINTS, layer_of, points_of_layer
 
 DESCRIPTION = "Error, norm ratio and cosine of every point of every layer, production against the reference."
 EXAMPLE = "python -m probes.layers --prompt short.txt:0:60 --phase both --layers 0-3 --steps 4"
@@ -74,7 +74,8 @@ def _grid(layers: Sequence[int], found: Sequence[dict[str, Any]], phase: str) ->
     columns: list[int | None] = [*layers, None]
     table = Table(f"{phase}: worst row, |production - reference| / |reference|", ["point", *(f"L{n}" for n in layers), "model"])
     cells = {(one["layer"], _name(one["point"])): one for one in found if one["phase"] == phase}
-    for name in dict.fromkeys(name for _, name in cells):
+    names = {name for _, name in cells}
+    for name in (n for n in ("embed", *(spec.name for spec in LAYER_POINTS), *MODEL_POINTS[1:]) if n in names):
         table.add(name, *(_cell(cells.get((column, name))) for column in columns))
     return table
 
