@@ -481,5 +481,4 @@ def test_the_model_says_what_ran(loaded) -> None:
     assert state.length.tolist() == [1]
     sources = {source for source, _, arch, build, launches in model.kernels() if arch.startswith("cpu") and build and launches}
     assert {"rms_norm", "rope", "sparse_attn", "compressor", "topk", "experts", "hyper_connection"} <= sources
-    assert "published" not in model.describe()
     assert "kv.e4m3" in model.describe()
