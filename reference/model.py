@@ -322,8 +322,9 @@ def memory_estimate(checkpoint: Checkpoint) -> tuple[int, int]:
         if name.endswith("weight") and len(spec.shape) == 2 and name != "embed.weight"
     }
     kept = min(DECODED_BYTES, int(4 * sum(elements.values())))
-    largest = int(4 * max(elements.values()))
-    return checkpoint.packed_bytes() + kept, 3 * largest  # decoding holds codes, scales and the result
+    # Decoding holds codes, scales and the result at once, each four bytes an element; BF16 needs the result alone.
+    working = max(4 * n * (1 if checkpoint.specs[name].dtype == "BF16" else 3) for name, n in elements.items())
+    return checkpoint.packed_bytes() + kept, int(working)
 
 
 def load(

@@ -107,7 +107,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, sums: Sums = PLAIN) -
 def rope_frequencies(rotary_dims: int, theta: float) -> Tensor:
     """inv_freq[i] = theta^(-2i/r), i < r/2; fp32."""
     exponent = torch.arange(0, rotary_dims, 2, dtype=torch.float32) / rotary_dims
-    return torch.pow(theta, exponent).reciprocal()
+    inv_freq: Tensor = 1.0 / theta**exponent
+    return inv_freq
 
 
 def yarn_frequencies(
@@ -152,7 +153,8 @@ def hadamard(x: Tensor, sums: Sums = PLAIN) -> Tensor:
     H = torch.ones(1, 1, dtype=x.dtype)
     while H.shape[0] < n:
         H = torch.cat((torch.cat((H, H), 1), torch.cat((H, -H), 1)), 0)
-    return sums.linear(x, H) * n**-0.5  # H is symmetric
+    scale: float = n**-0.5
+    return sums.linear(x, H) * scale  # H is symmetric
 
 
 # ---- manifold-constrained hyper-connections ----

@@ -7,7 +7,9 @@ Calls, errors and state: test_reference_calls.py. Single operations: test_ops.py
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +40,8 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def golden() -> dict[str, Tensor]:
-    return load_file(ROOT / "parity" / "golden" / "open.safetensors")
+    values: dict[str, Tensor] = load_file(ROOT / "parity" / "golden" / "open.safetensors")
+    return values
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +146,8 @@ def test_every_split_across_the_window_and_a_group_of_128(
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     """A small random model: hidden 96, 2 streams, ratios 0, 4, 128, 4, window 16, 7 of the entries chosen."""
-    return reference.load(worlds.write_checkpoint(tmp_path_factory.mktemp("world"), seed=5, index_n_heads=8))
+    model: Transformer = reference.load(worlds.write_checkpoint(tmp_path_factory.mktemp("world"), seed=5, index_n_heads=8))
+    return model
 
 
 @given(cuts=st.lists(st.integers(1, 139), max_size=6, unique=True).map(sorted))
@@ -153,7 +157,7 @@ def test_any_cuts_of_a_small_world(world: Transformer, cuts: list[int]) -> None:
     one_shot = world.prefill(tokens, world.new_state())
     state = world.new_state()
     bounds = [0, *cuts, 140]
-    parts = [world.prefill(tokens[:, a:b], state) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [world.prefill(tokens[:, a:b], state) for a, b in pairwise(bounds)]
     torch.testing.assert_close(torch.cat(parts, 1), one_shot, rtol=0, atol=1e-4)
 
 
@@ -278,7 +282,7 @@ def test_reordered_twins_differ_by_fp32_noise_only(policy: str, models: dict[str
 
 # Grid rationale: widths that are no multiple of 128, one stream and three, each scoring function, ratio orders that
 # start compressed, one Sinkhorn iteration, one output group, all experts chosen, a window of one key.
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "sigmoid": {"scoring_func": "sigmoid", "hidden_size": 160, "hc_mult": 3, "compress_ratios": [4, 0, 128, 4], "o_groups": 1},
     "softmax": {"scoring_func": "softmax", "hc_mult": 1, "hc_sinkhorn_iters": 1, "moe_intermediate_size": 32, "num_hash_layers": 0},
     "all-hash": {"num_hash_layers": 4, "num_experts_per_tok": 6, "sliding_window": 1, "num_hidden_layers": 2, "q_lora_rank": 200},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(directory: Path) -> Transformer:
-    return reference.load(directory, policy="published", max_context=300)
+    loaded: Transformer = reference.load(directory, policy="published", max_context=300)
+    return loaded
 
 
 def text(*starts: int, length: int) -> Tensor:
@@ -127,7 +130,7 @@ def test_replaying_own_choices_changes_nothing(model: Transformer) -> None:
     own, logits = record(model, points, lambda: model.prefill(tokens[:, :60], state))
     assert torch.equal(model.prefill(tokens[:, :60], replayed, choices=own), logits)
     for i in range(60, 70):
-        own, logits = record(model, points, lambda i=i: model.decode(tokens[:, i], state))
+        own, logits = record(model, points, partial(model.decode, tokens[:, i], state))
         assert torch.equal(model.decode(tokens[:, i], replayed, choices=own), logits)
     assert_same(snapshot_of(replayed), snapshot_of(state))
 
@@ -232,7 +235,7 @@ def test_state_arguments(model: Transformer, directory: Path) -> None:
         ({"sum_order": 4}, "sum_order"),
     ],
 )
-def test_load_refuses(directory: Path, arguments: dict, message: str) -> None:
+def test_load_refuses(directory: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         reference.load(directory, **arguments)
 
@@ -253,8 +256,11 @@ def test_load_prints_its_estimate_and_describes_itself(directory: Path, capsys: 
 
 def test_only_experts_that_are_hit_are_decoded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[str] = []
-    keep = Decoded.keep
-    monkeypatch.setattr(Decoded, "keep", lambda self, name, weight: (decoded.append(name), keep(self, name, weight))[1])
+
+    def keep(self: Decoded, name: str, weight: Tensor) -> None:
+        decoded.append(name)
+
+    monkeypatch.setattr(Decoded, "keep", keep)
     model = reference.load(directory)
     assert decoded == []
     points = [f"layers.{n}.ffn.experts" for n in model.layers]

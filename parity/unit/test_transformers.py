@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ ROW_LIMIT = 2e-5
 
 # index_n_heads 16: with few heads every relu of an entry can be 0, and `transformers` breaks such exact ties otherwise.
 # Grid rationale: the bundled checkpoint; streams, widths and scores it does not have; orders of ratios that start compressed.
-WORLDS = {
+WORLDS: dict[str, dict[str, Any]] = {
     "narrow": {},
     "sigmoid": {"scoring_func": "sigmoid", "hidden_size": 160, "hc_mult": 3, "compress_ratios": [4, 0, 128, 4], "o_groups": 1},
     "pro-like": {"compress_ratios": [128, 128, 4, 128], "hc_sinkhorn_iters": 1, "num_hash_layers": 3, "sliding_window": 5},
@@ -128,7 +129,8 @@ def other_values(model, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
 
 def row_error(ours: Tensor, theirs: Tensor) -> Tensor:
     """Relative L2 of each token's row [b, s]."""
-    return (ours - theirs).flatten(2).norm(dim=-1) / theirs.flatten(2).norm(dim=-1)
+    error: Tensor = (ours - theirs).flatten(2).norm(dim=-1) / theirs.flatten(2).norm(dim=-1)
+    return error
 
 
 def compare(directory: Path, tokens: Tensor) -> None:
