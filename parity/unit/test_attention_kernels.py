@@ -1,0 +1,111 @@
+"""The checks of attention-side kernels are checked themselves: the checked build is clean, and one-line mutations turn red.
+
+Calls the single-operation checks of parity/test_operations_attention.py with other devices: kernels under the memory
+checker in random order, and copies of kernels/ with one planted mistake each.
+
+    pytest parity/unit/test_attention_kernels.py
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parity import test_operations_attention as checks
+from probes.core.inputs import Hostile
+from production import cpu_device
+from production.launch import CpuDevice, open_device
+
+Check = tuple[Callable[..., None], Mapping[str, Any]]
+
+HC = {"n": 4, "D": 256, "iters": 20, "hc_eps": 1e-6, "norm_eps": 1e-6, "variant": "block"}
+INDEXER = {"hi": 5, "di": 32}
+ONE_SHOT: Check = (checks.test_compressor_of_csa_pools_eight_slots, {"width": 70, "chunks": checks.CSA_CHUNKS["borders inside groups"]})
+STEPS: Check = (checks.test_compressor_step_goes_on_from_any_prefill, {"first_chunk": [1, 2]})
+STORE_128: Check = (checks.test_store_window_writes_one_slot_per_token, {"d": 128, "r": 64})
+STORE_512: Check = (checks.test_store_window_writes_one_slot_per_token, {"d": 512, "r": 64})
+STORE_KEYS: Check = (checks.test_store_index_keys_packs_the_low_nibble_first, {"di": 32})
+HADAMARD: Check = (checks.test_hadamard_e2m1_rounds_to_bf16_and_then_to_e2m1, {"di": 64, "variant": "butterfly"})
+TIES: Check = (checks.test_topk_is_the_exact_set, {"kind": "ties", "variant": "radix"})
+ZEROS: Check = (checks.test_topk_is_the_exact_set, {"kind": "zeros of both signs", "variant": "radix"})
+PREFILL: Check = (checks.test_sparse_attn_at_the_edges, {"source": "CSA list", "shape": "17 heads, d=70", "way": "one kernel"})
+DECODE: Check = (checks.test_sparse_attn_at_the_edges, {"source": "HCA all", "shape": "tiny", "way": "2 splits"})
+WIDE: Check = (checks.test_sparse_attn_at_the_edges, {"source": "window only", "shape": "published width", "way": "one kernel"})
+HOLES: Check = (checks.test_sparse_attn_skips_holes_in_the_list, {"way": "7 splits"})
+SINK: Check = (checks.test_sparse_attn_counts_the_sink_once, {"splits": 7, "sink": 10.0})
+HC_PRE: Check = (checks.test_hc_pre_normalises_columns_last, HC)
+HC_EPS: Check = (checks.test_hc_pre_normalises_columns_last, {**HC, "iters": 3, "hc_eps": 0.03, "norm_eps": 0.5})
+HC_POST: Check = (checks.test_hc_post_sums_over_the_first_axis_of_comb, {"n": 4, "D": 256})
+HC_HEAD: Check = (checks.test_hc_head_mixes_by_pre_alone, {"n": 2, "D": 161})
+
+CLEAN: dict[str, Check] = {
+    "store_window": STORE_128,
+    "store_entries": (checks.test_store_entries_writes_listed_entries_only, {"d": 128}),
+    "store_index_keys": STORE_KEYS,
+    "hadamard": HADAMARD,
+    "hadamard naive": (checks.test_hadamard_e2m1_rounds_to_bf16_and_then_to_e2m1, {"di": 32, "variant": "naive"}),
+    "compressor": ONE_SHOT,
+    "compressor steps": STEPS,
+    **{f"indexer {v}": (checks.test_indexer_score_looks_at_complete_entries_only, {**INDEXER, "variant": v}) for v in ("naive", "entries", "mma")},
+    "topk": TIES,
+    "topk naive": (checks.test_topk_is_the_exact_set, {"kind": "random", "variant": "naive"}),
+    "attention, one kernel": PREFILL,
+    "attention, splits": HOLES,
+    "attention naive": (checks.test_sparse_attn_at_the_end_of_the_longest_context, {"way": "naive"}),
+    "hc_pre": (checks.test_hc_pre_normalises_columns_last, {**HC, "n": 3, "D": 100}),
+    "hc_pre naive": (checks.test_hc_pre_normalises_columns_last, {**HC, "n": 2, "D": 161, "variant": "naive"}),
+    "hc_post": (checks.test_hc_post_sums_over_the_first_axis_of_comb, {"n": 2, "D": 161}),
+    "hc_head": HC_HEAD,
+}
+
+
+@pytest.fixture(scope="module")
+def checked() -> CpuDevice:
+    device = open_device("cpu", checked=True, order="random")
+    assert isinstance(device, CpuDevice)
+    return device
+
+
+@pytest.mark.parametrize("check", CLEAN.values(), ids=CLEAN)
+def test_kernels_are_clean_under_the_memory_checker_in_random_order(check: Check, checked: CpuDevice, judge: Callable[..., None]) -> None:
+    function, arguments = check
+    function(**arguments, device=checked, hostile=Hostile(), judge=judge)
+
+
+MUTATIONS: dict[str, tuple[str, str, str, Check]] = {
+    "decode sees one key less": ("sparse_attn.cu", "oldest_in_decode = max(0, p - window + 1)", "oldest_in_decode = max(0, p - window + 2)", DECODE),
+    "sink counted per split": ("sparse_attn.cu", "denominator += ml[1] * exp_below(ml[0], largest);", "denominator += ml[1] * exp_below(ml[0], largest) + (s ? exp_below(sink[h], largest) : 0.f);", SINK),
+    "a group is seen before it is complete": ("sparse_attn.cu", "min((p + 1) / ratio, capacity)", "min((p + ratio) / ratio, capacity)", HOLES),
+    "sum not rescaled with the maximum": ("sparse_attn.cu", "sum[tid] = sum[tid] * rescale[tid] + added;", "sum[tid] = sum[tid] + added;", PREFILL),
+    "sink of the first head for all": ("sparse_attn.cu", "exp_below(sink[head0 + h], with_sink)", "exp_below(sink[head0], with_sink)", PREFILL),
+    "scale of another block": ("entry.cuh", "entry[entry_scales(d, r) + part]", "entry[entry_scales(d, r) + part / 2]", WIDE),
+    "scale one up at an exact power": ("common.cuh", "(bits & 0x7fffffu) > 0x600000u", "(bits & 0x7fffffu) >= 0x600000u", STORE_512),
+    "e2m1 tie away from even": ("common.cuh", "(magnitude > .25f)", "(magnitude >= .25f)", HADAMARD),
+    "no bf16 before e2m1": ("entry.cuh", "  v = round_bf16(v);\n", "", (checks.test_hadamard_e2m1_rounds_to_bf16_and_then_to_e2m1, {"di": 32, "variant": "naive"})),
+    "high nibble first": ("kv_store.cu", "key.code | odd << 4", "odd | key.code << 4", STORE_KEYS),
+    "decode loses the previous group": ("compressor.cu", "previous = overlap && e > 0 ? ratio : 0;", "previous = 0;", STEPS),
+    "unfinished groups write entry 0": ("compressor.cu", "entry[batch] = complete ? e : -1;", "entry[batch] = complete ? e : 0;", STEPS),
+    "previous group not kept": ("compressor.cu", "(complete_groups(end, ratio) - overlap) * ratio", "complete_groups(end, ratio) * ratio", ONE_SHOT),
+    "halves swapped": ("compressor.cu", "overlap && t >= own ? width + channel : channel;", "overlap && t < own ? width + channel : channel;", ONE_SHOT),
+    "one tie too many": ("topk.cu", "ties++ < rest", "ties++ <= rest", TIES),
+    "-0 below +0": ("topk.cu", "__float_as_uint(score + 0.f)", "__float_as_uint(score)", ZEROS),
+    "comb not transposed": ("hyper_connection.cu", "sum[k] = fmaf(mixing[i * n + j]", "sum[k] = fmaf(mixing[j * n + i]", HC_POST),
+    "one Sinkhorn iteration less": ("hyper_connection.cu", "iteration < iters;", "iteration < iters - 1;", HC_PRE),
+    "pre without its eps": ("hyper_connection.cu", "mixes[m] = sigmoid(v) + hc_eps", "mixes[m] = sigmoid(v)", HC_EPS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "find", "replace", "check"), MUTATIONS.values(), ids=MUTATIONS)
+def test_a_mutated_kernel_turns_its_check_red(source: str, find: str, replace: str, check: Check, tmp_path: Path, judge: Callable[..., None]) -> None:
+    kernels = tmp_path / "kernels"
+    shutil.copytree(cpu_device.KERNELS, kernels)
+    text = (kernels / source).read_text()
+    assert text.count(find) == 1, "a mutation must find its place exactly once"
+    (kernels / source).write_text(text.replace(find, replace))
+    function, arguments = check
+    with pytest.raises((pytest.fail.Exception, AssertionError)):
+        function(**arguments, device=open_device("cpu", kernels_dir=kernels), hostile=Hostile(), judge=judge)
