@@ -1,5 +1,5 @@
 // act_quant.cu    out = e4m3(x / s) * s with s = 2^ceil(log2(max(amax, 1e-4) / 448)) of each block along the row
-// twin     reference/formats.py                   tests  pytest parity/test_operations_dense.py -k act_quant
+// twin     reference/formats.py::round_e4m3_blocks tests  pytest parity/test_operations_dense.py -k act_quant
 // tensors  x [R, dim] bf16, rows x_stride elements apart | out [R, dim] bf16, contiguous: the rounded values, which bf16
 //          holds exactly; may be x itself. The last block of a row is shorter where block does not divide dim
 // numerics exact but for one rounding, to nearest with ties to even: the scale's exponent comes from the bits of amax,

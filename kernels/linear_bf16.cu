@@ -1,5 +1,5 @@
 // linear_bf16.cu    y[t,n] = scale * sum_k x[t,k] w[n,k], w in bf16
-// twin     reference/ops.py::linear               tests  pytest parity/test_operations_dense.py -k linear_bf16
+// twin     reference/linear.py::Linear            tests  pytest parity/test_operations_dense.py -k linear_bf16
 // tensors  x [T, K] bf16, rows x_stride elements apart | w [N, K] bf16 | y [T, N] fp32 or bf16: one of the two pointers is null
 // numerics fp32 accumulation (linear.cuh); rounded_first: the sum is rounded to bf16 before the scale; a bf16 y is rounded
 //          at the store

@@ -1,5 +1,5 @@
 // linear_fp8.cu    y[t, g*N + n] = sum_k x[t, g*K + k] w[g*N + n, k] for each group g (one, but for wo_a)
-// twin     reference/ops.py::linear               tests  pytest parity/test_operations_dense.py -k linear_fp8
+// twin     reference/linear.py::Linear            tests  pytest parity/test_operations_dense.py -k linear_fp8
 // tensors  x [T, groups * K] bf16, rows x_stride elements apart | y [T, groups * N] bf16
 //          w [groups * N, K] e4m3 codes, packed | w_scale [ceil(groups * N / 128), ceil(K / 128)] e8m0, 1 per 128 x 128
 // numerics fp32 accumulation (linear.cuh), one rounding to bf16 at the store. naive and thin: code times scale is exact in

@@ -1,5 +1,5 @@
 // rope.cu    rotates the last r dims of x[t,head,:] by +-position[t] * inv_freq, adjacent pairs, in place
-// twin     reference/ops.py::apply_rope           tests  pytest parity/test_operations_dense.py -k rope
+// twin     reference/ops.py::rope                 tests  pytest parity/test_operations_dense.py -k rope
 // tensors  x [T, heads, dim] bf16, strides in elements, read and written | position [T] i32, -1 = pad, untouched
 //          inv_freq [r/2] fp32, one per pair, YaRN already applied
 // numerics angle = float(position) * inv_freq, full-precision cosf and sinf, products and sums in fp32, each rounded;

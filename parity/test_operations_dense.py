@@ -126,7 +126,8 @@ def test_rope_turns_adjacent_pairs_at_any_position(heads, dim, r, inverse, devic
 
     def compute() -> Tensor:
         cos, sin = ref.rope_angles(position.cpu(), inv_freq.cpu())
-        return ref.rope(before, cos[:, None], sin[:, None], inverse)[real]
+        turned: Tensor = ref.rope(before, cos[:, None], sin[:, None], inverse)
+        return turned[real]
 
     case = f"{heads} x {dim}, r {r}, {'back' if inverse else 'forward'}"
     after = x.cpu().float()
