@@ -126,8 +126,7 @@ def test_rope_turns_adjacent_pairs_at_any_position(heads, dim, r, inverse, devic
 
     def compute() -> Tensor:
         cos, sin = ref.rope_angles(position.cpu(), inv_freq.cpu())
-        turned: Tensor = ref.rope(before, cos[:, None], sin[:, None], inverse)
-        return turned[real]
+        return ref.rope(before, cos[:, None], sin[:, None], inverse)[real]
 
     case = f"{heads} x {dim}, r {r}, {'back' if inverse else 'forward'}"
     after = x.cpu().float()
@@ -152,7 +151,8 @@ def test_rope_does_not_round_its_angles(inverse, device, hostile, judge):
     ops.rope(device, x, position, inv_freq, inverse)
 
     def compute() -> Tensor:
-        return (before[..., 0::2] * cos - before[..., 1::2] * sin).view(rows, heads, -1)
+        first_of_pair: Tensor = before[..., 0::2] * cos - before[..., 1::2] * sin
+        return first_of_pair
 
     judge("rope", f"cancelling pairs, {'back' if inverse else 'forward'}", x.cpu().float()[..., 0::2], reference=compute,
           twins=[lambda: compute().bfloat16().float()])  # fmt: skip
