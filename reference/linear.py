@@ -1,7 +1,7 @@
 """A weight matrix as the checkpoint stores it, decoded when it is used.
 
 Packed FP8 and FP4 weights stay packed: decoded, one real layer (256 experts) would take 26 GB. What was decoded last is
-kept in `Decoded`, bounded in bytes: 64 MiB hold all of a small model (the bundled one takes 43 MB, so it is
+kept in `Decoded`, bounded in bytes: 64 MiB hold all of a small model (the bundled one takes 49 MB, so it is
 decoded once) and two experts' matrices of a real one, whose larger matrices are never kept.
 
 Tests: parity/unit/test_reference.py.

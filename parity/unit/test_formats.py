@@ -212,3 +212,22 @@ def test_each_point_rounds_its_own_place_only() -> None:
     stored = Policy.parse("storage").kv(x, 64)
     assert torch.equal(stored[:, 128:], x[:, 128:])  # rotary dims are not rounded at all
     assert not torch.equal(stored[:, :128], x[:, :128])
+
+
+def test_each_point_has_its_own_block() -> None:
+    # The golden file cannot tell a KV block of 32 or 128 from 64: power-of-two scales matter to e4m3 only near its
+    # smallest values. One large value per block of 128, 64 or 32 and a tiny one beside it can.
+    x = torch.full((1, 512), 1e-6)
+    x[0, ::128] = 1000.0
+    everything = Policy.parse("published")
+    for place, block, rounded in (
+        (lambda v: everything.kv(v, 64), 64, formats.round_e4m3_blocks),
+        (lambda v: everything.compressed(v, 64), 64, formats.round_e4m3_blocks),
+        (everything.linear_in, 128, formats.round_e4m3_blocks),
+        (everything.index_q, 32, formats.round_e2m1_blocks),
+        (everything.index_key, 32, formats.round_e2m1_blocks),
+    ):
+        got = place(x)[0, :448]
+        survivors = (got != 0) & (torch.arange(448) % 128 != 0)
+        assert survivors.tolist() == [i % 128 >= block for i in range(448)], block
+        assert torch.equal(got[:384], rounded(x[:, :384], block)[0])
