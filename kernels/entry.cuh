@@ -43,17 +43,21 @@ __device__ __forceinline__ void store_entry(unsigned char *entry, const __nv_bfl
 // Parts of an entry for readers: part i < (d-r)/64 is a block of 64 codes, the last part the rotated dims. One thread a part.
 __device__ __forceinline__ int entry_parts(int d, int r) { return (d - r) / SCALE_BLOCK + 1; }
 
-__device__ __forceinline__ void load_entry_part(float *out, const unsigned char *entry, int part, int d, int r) {
+__device__ __forceinline__ void put(float &to, float v) { to = v; }
+__device__ __forceinline__ void put(__nv_bfloat16 &to, float v) { to = to_bf16(v); }  // exact: an e4m3 code times a power of two
+
+template <class T>
+__device__ __forceinline__ void load_entry_part(T *out, const unsigned char *entry, int part, int d, int r) {
   const int plain = d - r;
   if (part < plain / SCALE_BLOCK) {
     const float scale = e8m0_decode(entry[entry_scales(d, r) + part]);
     const unsigned char *codes = entry + part * SCALE_BLOCK;
-    float *block = out + part * SCALE_BLOCK;
+    T *block = out + part * SCALE_BLOCK;
 #pragma unroll 8
-    for (int i = 0; i < SCALE_BLOCK; i++) block[i] = e4m3_decode(codes[i]) * scale;
+    for (int i = 0; i < SCALE_BLOCK; i++) put(block[i], e4m3_decode(codes[i]) * scale);
   } else {
     const __nv_bfloat16 *rotated = reinterpret_cast<const __nv_bfloat16 *>(entry + plain);
-    for (int i = 0; i < r; i++) out[plain + i] = from_bf16(rotated[i]);
+    for (int i = 0; i < r; i++) put(out[plain + i], from_bf16(rotated[i]));
   }
 }
 

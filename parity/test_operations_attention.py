@@ -581,7 +581,14 @@ class Keys:
         judge("sparse_attn", case, out, reference=lambda: self.expected(Sums(), F64), twins=rounded_twins(self.expected))
 
 
-WAYS: dict[str, dict[str, Any]] = {"naive": {"variant": "naive"}, "one kernel": {}, "2 splits": {"splits": 2}, "7 splits": {"splits": 7}}
+WAYS: dict[str, dict[str, Any]] = {
+    "naive": {"variant": "naive"},
+    "one kernel": {"variant": "tile"},
+    "2 splits": {"variant": "tile", "splits": 2},
+    "7 splits": {"variant": "tile", "splits": 7},
+    "mma": {"variant": "mma"},
+    "mma, 7 splits": {"variant": "mma", "splits": 7},
+}
 SHAPES = {
     "tiny": {"d": 128, "r": 64, "h": 8},
     "published width": {"d": 512, "r": 64, "h": 3},

@@ -35,6 +35,7 @@ ZEROS: Check = (checks.test_topk_is_the_exact_set, {"kind": "zeros of both signs
 PREFILL: Check = (checks.test_sparse_attn_at_the_edges, {"source": "CSA list", "shape": "17 heads, d=70", "way": "one kernel"})
 DECODE: Check = (checks.test_sparse_attn_at_the_edges, {"source": "HCA all", "shape": "tiny", "way": "2 splits"})
 WIDE: Check = (checks.test_sparse_attn_at_the_edges, {"source": "window only", "shape": "published width", "way": "one kernel"})
+TENSOR_CORES: Check = (checks.test_sparse_attn_at_the_edges, {"source": "CSA list", "shape": "17 heads, d=70", "way": "mma"})
 HOLES: Check = (checks.test_sparse_attn_skips_holes_in_the_list, {"way": "7 splits"})
 SINK: Check = (checks.test_sparse_attn_counts_the_sink_once, {"splits": 7, "sink": 10.0})
 HC_PRE: Check = (checks.test_hc_pre_normalises_columns_last, HC)
@@ -55,6 +56,8 @@ CLEAN: dict[str, Check] = {
     "topk naive": (checks.test_topk_is_the_exact_set, {"kind": "random", "variant": "naive"}),
     "attention, one kernel": PREFILL,
     "attention, splits": HOLES,
+    "attention, mma": TENSOR_CORES,
+    "attention, mma and splits": (checks.test_sparse_attn_skips_holes_in_the_list, {"way": "mma, 7 splits"}),
     "attention naive": (checks.test_sparse_attn_at_the_end_of_the_longest_context, {"way": "naive"}),
     "hc_pre": (checks.test_hc_pre_normalises_columns_last, {**HC, "n": 3, "D": 100}),
     "hc_pre naive": (checks.test_hc_pre_normalises_columns_last, {**HC, "n": 2, "D": 161, "variant": "naive"}),
@@ -80,8 +83,9 @@ MUTATIONS: dict[str, tuple[str, str, str, Check]] = {
     "decode sees one key less": ("sparse_attn.cu", "oldest_in_decode = max(0, p - window + 1)", "oldest_in_decode = max(0, p - window + 2)", DECODE),
     "sink counted per split": ("sparse_attn.cu", "denominator += ml[1] * exp_below(ml[0], largest);", "denominator += ml[1] * exp_below(ml[0], largest) + (s ? exp_below(sink[h], largest) : 0.f);", SINK),
     "a group is seen before it is complete": ("sparse_attn.cu", "min((p + 1) / ratio, capacity)", "min((p + ratio) / ratio, capacity)", HOLES),
-    "sum not rescaled with the maximum": ("sparse_attn.cu", "sum[tid] = sum[tid] * rescale[tid] + added;", "sum[tid] = sum[tid] + added;", PREFILL),
+    "sum not rescaled with the maximum": ("sparse_attn.cu", "s.sum[tid] = s.sum[tid] * s.rescale[tid] + added;", "s.sum[tid] = s.sum[tid] + added;", PREFILL),
     "sink of the first head for all": ("sparse_attn.cu", "exp_below(sink[head0 + h], with_sink)", "exp_below(sink[head0], with_sink)", PREFILL),
+    "the leading part of p is lost": ("sparse_attn.cu", "for (int part = 2; part >= 0; part--)", "for (int part = 2; part > 0; part--)", TENSOR_CORES),
     "scale of another block": ("entry.cuh", "entry[entry_scales(d, r) + part]", "entry[entry_scales(d, r) + part / 2]", WIDE),
     "scale one up at an exact power": ("common.cuh", "(bits & 0x7fffffu) > 0x600000u", "(bits & 0x7fffffu) >= 0x600000u", STORE_512),
     "e2m1 tie away from even": ("common.cuh", "(magnitude > .25f)", "(magnitude >= .25f)", HADAMARD),

@@ -17,7 +17,7 @@ from production.launch import Argument, Device, KernelError
 
 SCALE_BLOCK, KEY_BLOCK = 64, 32  # e4m3 and e2m1 codes per scale, as in entry.cuh
 SPLIT_KEYS, MAX_SPLITS = 64, 64  # keys of the smallest split; beyond 64 splits each takes more keys
-TILE_KEYS, HEADS_PER_BLOCK = 32, 8  # sparse_attn.cu: keys decoded at a time, heads that share them
+TILE_KEYS, HEADS_PER_BLOCK, MMA_HEADS = 32, 8, 16  # sparse_attn.cu: keys decoded at a time, heads that share them
 POOL_CHANNELS = 64  # compressor.cu: a thread per channel
 
 
@@ -293,7 +293,7 @@ def sparse_attn(
     selected [T, K] i32 (rs) or None: every entry e < (position + 1) // ratio; sink [h] f32.
     splits = 1: one kernel. More: part_o [T, splits, h, d], part_ml [T, splits, h, 2] f32 are scratch, at least 64 keys a split.
     visible [T, window + K] i32 (rs; K = capacity without a list): ring_position of the slots read, oldest first, then
-    entry numbers read; -1 = none. Variants: naive, tile (splits decide between one kernel and two).
+    entry numbers read; -1 = none. Variants: naive, tile, mma (16 heads on the tensor cores; default from 16 heads on).
     """
     T, h, d = q.shape
     b, slots, size = ring.shape
@@ -318,7 +318,7 @@ def sparse_attn(
         _shape(name, "selected", selected, T, listed)
     if visible is not None:
         _shape(name, "visible", visible, T, window + (capacity if selected is None else listed))
-    which = _choose(name, variant, "tile", ("naive", "tile"))
+    which = _choose(name, variant, "mma" if h >= MMA_HEADS else "tile", ("naive", "tile", "mma"))
     if not T:
         return
 
@@ -333,20 +333,24 @@ def sparse_attn(
     if which == "naive":
         dev.launch(name, "sparse_attn_naive", (T, h), (32,), (*keys, sink, out, visible, *sizes, *where, out_stride, *seen), 8 * d)
         return
-    group = min(h, HEADS_PER_BLOCK)
-    padded = _ceil(d, 16) * 16 + 4
-    shared = 4 * ((TILE_KEYS + 2 * group) * padded + TILE_KEYS * group + 3 * group + TILE_KEYS)
+    group = MMA_HEADS if which == "mma" else min(h, HEADS_PER_BLOCK)
+    width = _ceil(d, 16) * 16
+    shared = 4 * (group * (width + 4) + TILE_KEYS * group + 3 * group + TILE_KEYS)  # sums, scores, maxima, who is a key
+    if which == "mma":
+        shared += 2 * ((TILE_KEYS + group) * (width + 8) + 3 * group * (TILE_KEYS + 8))  # keys, queries, three parts of p
+    else:
+        shared += 4 * (TILE_KEYS + group) * (width + 4)
     blocks = (T, _ceil(h, group))
     if splits == 1:
-        dev.launch(name, "sparse_attn", blocks, (128,), (*keys, sink, out, visible, *sizes, *where, out_stride, *seen, group), shared)
+        args = (*keys, sink, out, visible, *sizes, *where, out_stride, *seen, group)
+        dev.launch(name, f"sparse_attn_{which}", blocks, (128,), args, shared)
         return
     if part_o is None or part_ml is None:
         raise KernelError(f"{name}: {splits} splits need part_o and part_ml")
     _shape(name, "part_o", part_o, T, splits, h, d)
     _shape(name, "part_ml", part_ml, T, splits, h, 2)
     _packed(name, part_o=part_o, part_ml=part_ml)
-    args = (*keys, part_o, part_ml, visible, *sizes, *where, *seen, group)
-    dev.launch(name, "sparse_attn_split", (*blocks, splits), (128,), args, shared)
+    dev.launch(name, f"sparse_attn_split_{which}", (*blocks, splits), (128,), (*keys, part_o, part_ml, visible, *sizes, *where, *seen, group), shared)
     block = 32 if d <= 256 else 64 if d <= 512 else 128
     dev.launch(name, "sparse_attn_combine", (T, h), (block,), (part_o, part_ml, sink, position, out, h, d, splits, out_stride))
 
