@@ -28,6 +28,7 @@
 #include "entry.cuh"
 
 constexpr int TILE = 32, THREADS = 128, MIN_SPLIT = 64, SUMS = 16;
+constexpr int BLOCKS_PER_SM = 2;  // what shared memory allows at d = 512: registers beyond that are free
 
 extern __shared__ __align__(16) float smem[];
 
@@ -369,7 +370,7 @@ decode(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_positi
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 sparse_attn_tile(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position,
                  const unsigned char *entries, const int *selected, const int *position, const int *row,
                  const float *sink, __nv_bfloat16 *out, int *visible, int heads, int d, int r, int slots, int window,
@@ -383,7 +384,7 @@ sparse_attn_tile(const __nv_bfloat16 *q, const unsigned char *ring, const int *r
                  group);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 sparse_attn_mma(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position,
                 const unsigned char *entries, const int *selected, const int *position, const int *row,
                 const float *sink, __nv_bfloat16 *out, int *visible, int heads, int d, int r, int slots, int window,
@@ -397,7 +398,7 @@ sparse_attn_mma(const __nv_bfloat16 *q, const unsigned char *ring, const int *ri
                          visible_stride, group);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 sparse_attn_split_tile(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position,
                        const unsigned char *entries, const int *selected, const int *position, const int *row,
                        float *part_o, float *part_ml, int *visible, int heads, int d, int r, int slots, int window,
@@ -409,7 +410,7 @@ sparse_attn_split_tile(const __nv_bfloat16 *q, const unsigned char *ring, const 
                 ring_position_stride, entries_row_stride, entry_stride, selected_stride, visible_stride, group);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 sparse_attn_split_mma(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position,
                       const unsigned char *entries, const int *selected, const int *position, const int *row,
                       float *part_o, float *part_ml, int *visible, int heads, int d, int r, int slots, int window,
