@@ -247,7 +247,8 @@ def _load(run: Run) -> None:
         policy = POLICY
     except Exception as error:
         run.load_crash = f"import production: {type(error).__name__}: {error}"
-    with contextlib.redirect_stdout(_Lines(tell)):
+    torch.set_num_threads(1 if Checkpoint(run.checkpoint_dir, range(1)).config.hidden_size < 2048 else max(1, os.cpu_count() or 1))
+    with contextlib.redirect_stderr(_Lines(tell)):
         model = reference.load(run.checkpoint_dir, policy=policy, layers=layers, max_context=run.max_context)
     twins = [model.twin(order) for order in TWIN_ORDERS]
     production = None
