@@ -18,13 +18,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from probes.core.records import Mechanism
 from probes.core.recorder import Recorder
+from probes.core.records import Mechanism
 from probes.core.trace import Trace, grow_last, join
 from reference.points import INDICES, SCORES, PointSpec, layer_of, points_of_layer, points_of_model, spec_of
 
@@ -295,7 +296,7 @@ class Audit:
             token = self._next_tokens(step)
             self.decode_tokens.append(token.tolist())
             with self._record("production", self.production, self.production_points, "decode", step):
-                if not self._guard("decode", step, "free", lambda t=token: self.production.decode(t, self.states["production"])):
+                if not self._guard("decode", step, "free", partial(self.production.decode, token, self.states["production"])):
                     return
             choices = self._choices("decode", step)
             before = {n: self.states["reference"].export_layer(n) for n in self.plan.layers}

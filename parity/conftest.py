@@ -21,7 +21,6 @@ from probes.core.records import State, Verdict
 from reference.points import VALUES, PointSpec
 
 
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per point, phase, mode and step group of what the command line asks for."""
     run = metafunc.config.stash.get(RUN, None)

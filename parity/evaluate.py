@@ -317,8 +317,8 @@ def judge_residual(audit: Audit, layer: int, phase: str) -> Verdict:
         return replace(base, reason=_why_missing(audit, point))
     off = 0.0
     details = {}
-    for name, size in (("absmax", lambda X: X.abs().amax((0, 2))), ("rms", lambda X: X.square().mean((0, 2)).sqrt())):
-        ratio = size(got.double()) / size(want.double())
+    g, w = got.double(), want.double()  # [rows, n, D]
+    for name, ratio in (("absmax", g.abs().amax((0, 2)) / w.abs().amax((0, 2))), ("rms", (g.square().mean((0, 2)) / w.square().mean((0, 2))).sqrt())):
         details[name] = ratio.tolist()
         off = max(off, float((ratio - 1).abs().nan_to_num(math.inf).max()))
     floor = audit.floor("free", point)

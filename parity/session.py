@@ -24,6 +24,7 @@ import torch
 
 from parity import faults, selection
 from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
+from parity.measure import measurements
 from probes.core import inputs
 from probes.core.records import Coverage, Divergence, Header, Kernel, Ledger, Record, State, Verdict, summarise
 from reference.checkpoint import Checkpoint
@@ -385,14 +386,8 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     ledger = run.ledger
     _record_unreached(session, run)
     narrowed = _narrowed(session)
-    if not narrowed:
-        for record in coverage(run):
-            ledger.write(record)
-    from parity.measure import measurements
-
-    for record in measurements(run.audit):
-        ledger.write(record)
-    for record in [*run.audit.mechanisms(), *kernels(run)]:
+    facts: list[Record] = [] if narrowed else list(coverage(run))
+    for record in [*facts, *measurements(run.audit), *run.audit.mechanisms(), *kernels(run)]:
         ledger.write(record)
     summary = summarise(ledger.records, time.perf_counter() - run.started, first_divergence(ledger.records, run))
     if narrowed:

@@ -37,7 +37,7 @@ class Allocations:
     device_count: int = 0
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no annotations
+class _Counter(TorchDispatchMode):  # torch's class has no annotations
     """Counts outputs whose storage none of the operation's inputs owns: views and in-place results are free."""
 
     def __init__(self, counted: Allocations) -> None:

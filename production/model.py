@@ -281,7 +281,7 @@ class Transformer:
         ops.rms_norm(dev, buf.a, self.weights.norm, buf.x, c.rms_norm_eps)
         self.taps.emit("norm", buf.x.view(b, s, -1))
         if decode:
-            ops.linear_bf16(dev, buf.x, self.weights.head, logits[:, 0])
+            ops.linear_bf16(dev, buf.x, self.weights.head, logits[:, 0], variant="thin")
         else:
             for row, n in enumerate(counts):
                 logits[row, n:].fill_(torch.nan)

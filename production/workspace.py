@@ -249,8 +249,8 @@ class Step:
     choices: Mapping[str, Tensor]
 
     @property
-    def variant(self) -> str | None:
-        return None if self.decode else "mma"
+    def variant(self) -> str:
+        return "thin" if self.decode else "mma"
 
     def wants(self, point: str) -> bool:
         return self.taps.wants(f"{self.at}.{point}")

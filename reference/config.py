@@ -149,15 +149,10 @@ QUANTIZATION: tuple[tuple[str, tuple[Any, ...]], ...] = (
 )
 # Known, and without effect on inference.
 INFORMATIONAL = frozenset(
-    "architectures attention_dropout bos_token_id eos_token_id pad_token_id initializer_range torch_dtype dtype "
-    "use_cache num_nextn_predict_layers transformers_version auto_map _name_or_path".split()
+    ["architectures", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "torch_dtype", "dtype", "use_cache", "num_nextn_predict_layers", "transformers_version", "auto_map", "_name_or_path"]
 )
-POSITIVE_INTS = (
-    "hidden_size num_hidden_layers vocab_size num_attention_heads head_dim qk_rope_head_dim q_lora_rank o_lora_rank "
-    "o_groups sliding_window index_n_heads index_head_dim index_topk n_routed_experts num_experts_per_tok "
-    "moe_intermediate_size hc_mult hc_sinkhorn_iters max_position_embeddings"
-).split()
-POSITIVE_FLOATS = "routed_scaling_factor swiglu_limit hc_eps rms_norm_eps rope_theta compress_rope_theta".split()
+POSITIVE_INTS = ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "head_dim", "qk_rope_head_dim", "q_lora_rank", "o_lora_rank", "o_groups", "sliding_window", "index_n_heads", "index_head_dim", "index_topk", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "hc_mult", "hc_sinkhorn_iters", "max_position_embeddings"]
+POSITIVE_FLOATS = ["routed_scaling_factor", "swiglu_limit", "hc_eps", "rms_norm_eps", "rope_theta", "compress_rope_theta"]
 ROPE_SCALING = {
     "factor": "rope_factor",
     "original_max_position_embeddings": "rope_original_max",
