@@ -147,7 +147,7 @@ class Checkpoint:
             except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
                 raise InputError(f"{index}: broken index: {type(error).__name__}: {error}") from None
         elif (self.directory / SINGLE_NAME).is_file():
-            entries = [(name, SINGLE_NAME) for name in self._shard(self.directory / SINGLE_NAME)]
+            entries = [(name, SINGLE_NAME) for name in self._shard(self.directory / SINGLE_NAME).keys()]  # noqa: SIM118
         else:
             raise InputError(f"{self.directory}: neither {INDEX_NAME} nor {SINGLE_NAME}; this is not a checkpoint directory")
         root = self.directory.resolve()
@@ -191,7 +191,7 @@ class Checkpoint:
         for path in needed:
             self._shard(path)
         for path in needed:
-            held = {stored.removeprefix("model.") for stored in self._shard(path)}
+            held = {stored.removeprefix("model.") for stored in self._shard(path).keys()}  # noqa: SIM118  safe_open has keys(), it cannot be iterated
             unlisted = sorted(n for n in held - listed[path] if not n.startswith("mtp."))
             if unlisted:
                 raise InputError(f"{path}: holds {unlisted[0]!r}, which {INDEX_NAME} does not list for it")
