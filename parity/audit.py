@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from probes.core.recorder import Recorder
 from probes.core.records import Mechanism
-from probes.core.trace import Trace, grow_last, join
+from probes.core.trace import PassKey, Trace, grow_last, join
 from reference.points import INDICES, SCORES, PointSpec, layer_of, points_of_layer, points_of_model, spec_of
 
 TWIN_ORDERS = (1, 2, 3)
@@ -99,21 +99,27 @@ class Floor:
 
     error, norm     worst relative L2 and worst |norm ratio - 1| of a twin's row;  absolute  worst element error
     rows            twin rows seen; 0 means there is no floor
-    errors          relative L2 of every row, by twin; `typical` is the largest of their medians
+    errors          relative L2 of every row, by twin, phase and step
     """
 
     error: float = 0.0
     norm: float = 0.0
     absolute: float = 0.0
     rows: int = 0
-    errors: dict[int, list[Tensor]] = field(default_factory=dict)
+    errors: dict[int, dict[PassKey, Tensor]] = field(default_factory=dict)
 
-    @property
-    def typical(self) -> float:
-        """The largest median row over the twins."""
-        return max((float(torch.cat(e).median()) for e in self.errors.values()), default=0.0)
+    def typical(self, passes: Sequence[PassKey] | None = None) -> float:
+        """The largest median over the twins, of the rows of these passes (None: all)."""
+        medians = []
+        for by_pass in self.errors.values():
+            rows = [by_pass[key] for key in (by_pass if passes is None else passes) if key in by_pass]
+            if rows and sum(map(len, rows)):
+                medians.append(float(torch.cat(rows).median()))
+        return max(medians, default=0.0)
 
-    def add(self, got: Tensor, want: Tensor, kind: str, row_dims: int, valid: Tensor, twin: int = 0) -> None:
+    def add(
+        self, got: Tensor, want: Tensor, kind: str, row_dims: int, valid: Tensor, twin: int = 0, key: PassKey = ("prefill", None)
+    ) -> None:
         """Take in one pass of one twin. valid [b, s]."""
         if kind == INDICES:
             return
@@ -130,7 +136,7 @@ class Floor:
             self.error = max(self.error, float(error[use].max()))
             self.norm = max(self.norm, float(norm[use].max()))
             self.rows += int(use.sum())
-            self.errors.setdefault(twin, []).append(error[use])
+            self.errors.setdefault(twin, {})[key] = error[use]
 
 
 def _spread(valid: Tensor, like: Tensor) -> Tensor:
@@ -391,7 +397,7 @@ class Audit:
             if spec.kind != INDICES and twin.fired(point, phase, step):
                 floor = self.floors.setdefault((mode, point), Floor())
                 want = self.get("reference", point, phase, step)
-                floor.add(twin.get(point, phase, step), want, spec.kind, rows_of(spec, mode, want.dim()), self.valid(phase), self.twins.index(model))
+                floor.add(twin.get(point, phase, step), want, spec.kind, rows_of(spec, mode, want.dim()), self.valid(phase), self.twins.index(model), (phase, step))
 
     # ---- what the tests read ----
 

@@ -6,6 +6,7 @@ Tests: parity/unit/test_evaluate.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from parity.audit import Audit, Floor, absent_rows, row_errors, rows_of
 from parity.gates import GATES, Gate
 from parity.selection import Case
 from probes.core.records import State, Verdict
-from probes.core.trace import grow_last
+from probes.core.trace import PassKey, grow_last
 from reference.points import INDICES, SCORES, PointSpec, spec_of
 
 
@@ -44,7 +45,9 @@ def judge_case(audit: Audit, case: Case, test_id: str) -> Verdict:
         return _with_step(_judge_experts(audit, case, base, got, want, valid), case)
     if spec.kind == INDICES:
         return _with_step(_judge_visible(audit, case, base, got, want, valid), case)
-    return _with_step(judge_values(base, spec, GATES[spec.name], case.mode, got, want, valid, audit.floor(case.mode, case.point)), case)
+    passes: list[PassKey] = [("prefill", None)] if case.steps is None else [("decode", step) for step in range(case.steps[0], case.steps[1] + 1)]
+    floor = audit.floor(case.mode, case.point)
+    return _with_step(judge_values(base, spec, GATES[spec.name], case.mode, got, want, valid, floor, passes), case)
 
 
 def _base(case: Case, spec: PointSpec, test_id: str) -> Verdict:
@@ -70,10 +73,11 @@ def _with_step(verdict: Verdict, case: Case) -> Verdict:
 
 def judge_values(
     base: Verdict, spec: PointSpec, gate: Gate, mode: str, got: Tensor, want: Tensor, valid: Tensor, floor: Floor,
+    passes: Sequence[PassKey] | None = None,
 ) -> Verdict:  # fmt: skip
     """Finite masks first, then the worst row by relative L2 and by norm ratio; both must hold.
 
-    got, want [b, s, ...]; valid [b, s]. SCORES are compared where the reference looks; -inf must stand at the same places.
+    got, want [b, s, ...]; valid [b, s]; passes: what they were recorded in, None for everything. SCORES are compared where the reference looks; -inf must stand at the same places.
     """
     masks_differ, first_mask = 0, None
     if spec.kind == SCORES:
@@ -98,7 +102,8 @@ def judge_values(
         return replace(base, state=State.PASS, metric="no entry is due and none was written", value=0.0, limit=0.0, spent=0.0, rows=int(valid.sum()), why=gate.why)
     eps, k = gate.eps(mode), gate.k(mode)
     value, where = _worst(error, rows)
-    noise = (floor.error, floor.norm, floor.typical) if floor.rows else (math.nan, math.nan, math.nan)
+    typical = floor.typical(passes)
+    noise = (floor.error, floor.norm, typical) if floor.rows else (math.nan, math.nan, math.nan)
     worst_row = gates.judge(value, noise[0], eps, k, count)
     norm_ratio = gates.judge(_worst(norm, rows)[0], noise[1], eps, k, count, what="norm ratio off 1 by")
     parts = [worst_row, norm_ratio]
@@ -106,7 +111,7 @@ def judge_values(
     if count >= gates.TYPICAL_ROWS:
         median = float(error[rows].nan_to_num(math.inf).median())
         parts.append(gates.judge(median, noise[2], gate.typical_eps(mode), k, count, what="typical (median) row rel-L2"))
-    details: dict[str, Any] = {"median": median, "median_floor": floor.typical, "median_limit": parts[-1].limit if median is not None else None}
+    details: dict[str, Any] = {"median": median, "median_floor": typical, "median_limit": parts[-1].limit if median is not None else None}
     decisive = next((p for p in parts if p.state is State.FAIL), next((p for p in parts if p.state is State.NOT_RUN), worst_row))
     state, reason = decisive.state, decisive.reason
     spent = max(p.spent if not math.isnan(p.spent) else 0.0 for p in parts) if state is State.PASS else decisive.spent
