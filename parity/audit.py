@@ -510,11 +510,9 @@ class Audit:
             ("keys split in decode", count("decode", lambda p: min(p + 1, W) > 64), "decode steps with more than 64 keys"),
             ("batch rows of unequal length", len(set(prompt_ends)) - 1, "prompts in one batch"),
         ]
-        out = [Mechanism(name, int(n), meaning) for name, n, meaning in table]
-        for name in ("swiglu_clamp",):
-            counts = getattr(self.reference, "mechanisms", {})
-            out.append(Mechanism("SwiGLU clamp", int(counts.get(name, 0)), "gate or up values beyond swiglu_limit", covered_by="test_operations: swiglu"))
-        return out
+        found = [Mechanism(name, int(n), meaning) for name, n, meaning in table]
+        found.append(Mechanism("SwiGLU clamp", self.reference.clamped, "gate or up values beyond swiglu_limit", "single-operation checks swiglu, shared_experts and moe"))
+        return found
 
     def coverage_points(self) -> list[tuple[str, str, int | None, str, str]]:
         """(phase, point, layer, mode, recorder) of everything that was asked for."""

@@ -158,6 +158,11 @@ class Transformer:
         """The same model and policy with its sums in another order: what it differs by is the noise floor."""
         return Transformer(Checkpoint(self._checkpoint.directory, self.layers), self._policy, Sums(sum_order), self.max_context)
 
+    @property
+    def clamped(self) -> int:
+        """gate and up values that `swiglu_limit` has changed in all calls so far."""
+        return sum(e.clamped for block in self.blocks for e in [*block.ffn.experts, block.ffn.shared_experts])
+
     def router_bias(self, layer: int) -> Tensor:
         """[n_routed_experts], added to the scores for the choice only; zero in hash-routed layers."""
         bias = self.blocks[layer].ffn.gate.bias

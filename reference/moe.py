@@ -53,17 +53,22 @@ class Gate:
 
 
 class Expert:
-    """w2( silu(min(w1 x, L)) * clamp(w3 x, -L, L) * weight )."""
+    """w2( silu(min(w1 x, L)) * clamp(w3 x, -L, L) * weight ).
+
+    clamped   values the limit has changed so far: text may never reach it
+    """
 
     def __init__(self, checkpoint: Checkpoint, name: str, policy: Policy, sums: Sums, decoded: Decoded) -> None:
-        self.limit, self.policy = checkpoint.config.swiglu_limit, policy
+        self.limit, self.policy, self.clamped = checkpoint.config.swiglu_limit, policy, 0
         self.w1 = Linear(checkpoint, f"{name}.w1", policy, sums, decoded)
         self.w2 = Linear(checkpoint, f"{name}.w2", policy, sums, decoded)
         self.w3 = Linear(checkpoint, f"{name}.w3", policy, sums, decoded)
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """x [..., D], weight [...] or None for the shared expert -> [..., D]."""
-        hidden = ops.swiglu(self.w1(x), self.w3(x), self.limit)
+        gate, up = self.w1(x), self.w3(x)
+        self.clamped += int((gate > self.limit).sum() + (up.abs() > self.limit).sum())
+        hidden = ops.swiglu(gate, up, self.limit)
         if weight is not None:
             hidden = hidden * weight[..., None]
         return self.w2(self.policy.bf16(hidden))
