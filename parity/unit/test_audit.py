@@ -1,0 +1,102 @@
+"""Rows, noise floors and replayable choices of the audit."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parity.audit import Floor, absent_rows, replayable, row_errors
+from reference.points import SCORES, VALUES
+
+NAN, INF = math.nan, math.inf
+
+
+def test_row_error_and_norm_ratio_of_a_scaled_row():
+    want = torch.ones(1, 2, 4)
+    got = torch.stack((want[:, 0], 1.5 * want[:, 1]), 1)
+    error, norm = row_errors(got, want, 1)
+    assert error.tolist() == [[0.0, 0.5]]
+    assert norm.tolist() == [[0.0, 0.5]]
+
+
+def test_a_sign_flip_keeps_the_norm_and_not_the_error():
+    want = torch.ones(1, 1, 8)
+    error, norm = row_errors(-want, want, 1)
+    assert error.item() == 2.0
+    assert norm.item() == 0.0
+
+
+def test_a_zero_row_must_be_zero():
+    want = torch.zeros(1, 2, 4)
+    got = want.clone()
+    got[0, 1, 0] = 1e-9
+    assert row_errors(got, want, 1)[0].tolist() == [[0.0, INF]]
+
+
+def test_nan_in_got_is_not_small():
+    want = torch.ones(1, 1, 4)
+    got = want.clone()
+    got[..., 2] = NAN
+    assert row_errors(got, want, 1)[0].isnan().all()
+
+
+def test_an_entry_written_where_none_is_due_is_infinitely_wrong():
+    want = torch.full((1, 2, 4), NAN)
+    got = want.clone()
+    got[0, 1] = 1.0
+    error, _ = row_errors(got, want, 1)
+    assert error[0, 1] == INF
+    assert absent_rows(want, 1).all()
+
+
+def test_floor_is_the_worst_twin_row_and_forgets_pads():
+    want = torch.ones(1, 3, 4)
+    got = want.clone()
+    got[0, 1] *= 1.25
+    got[0, 2] = 100.0  # a pad
+    floor = Floor()
+    floor.add(got, want, VALUES, 1, torch.tensor([[True, True, False]]))
+    assert floor.error == 0.25
+    assert floor.rows == 2
+    assert floor.absolute == 0.25
+
+
+def test_floor_of_scores_ignores_what_may_not_be_seen():
+    want = torch.tensor([[[1.0, -INF, -INF]]])
+    got = torch.tensor([[[1.5, -INF]]])
+    floor = Floor()
+    floor.add(got, want, SCORES, 1, torch.tensor([[True]]))
+    assert floor.error == 0.5
+    assert floor.absolute == 0.5
+
+
+def test_typical_row_is_of_the_asked_passes_only():
+    floor = Floor()
+    want, valid = torch.ones(1, 1, 4), torch.tensor([[True]])
+    for step, factor in enumerate((1.0, 1.5, 2.0)):
+        floor.add(factor * want, want, VALUES, 1, valid, twin=0, key=("decode", step))
+    assert floor.typical([("decode", 2)]) == 1.0
+    assert floor.typical() == 0.5
+
+
+def test_a_floor_without_rows_is_no_floor():
+    assert Floor().rows == 0
+
+
+@given(st.lists(st.integers(-3, 12), min_size=1, max_size=8), st.integers(0, 10))
+def test_replayable_entries_are_allowed_unique_ascending_with_none_last(values, limit):
+    out = replayable(torch.tensor([[values]]), torch.tensor(limit), None)[0, 0].tolist()
+    kept = [v for v in out if v >= 0]
+    assert kept == sorted({v for v in values if 0 <= v < limit})
+    assert out == kept + [-1] * (len(values) - len(kept))
+
+
+@given(st.lists(st.integers(-3, 12), min_size=3, max_size=3))
+def test_replayable_experts_fill_every_slot_once(values):
+    out = replayable(torch.tensor([[values]]), torch.tensor(8), range(8))[0, 0].tolist()
+    assert len(set(out)) == 3
+    assert out == sorted(out)
+    assert {v for v in values if 0 <= v < 8} <= set(out)
