@@ -60,7 +60,7 @@ def share(spent: float | None) -> str:
         return number(spent)
     percent = 100.0 * spent
     if percent >= 1000:
-        return f"{spent:.0f}×" if spent < 1e5 else f"{spent:.1e}×"
+        return f"{spent:.0f}×" if spent < 1000 else ">999×"
     if 0 < percent < 0.1:
         return "<0.1 %"
     if round(percent) == 100 and percent != 100:
