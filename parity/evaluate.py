@@ -278,19 +278,23 @@ def judge_mhc(audit: Audit, layer: int, phase: str, half: str) -> Verdict:
     comb, want = values["comb", "isolated"], values["comb", "reference"]
     outside = sum(int((~((v > 0) & (v <= top))).sum()) for v, top in ((values["pre", "isolated"], 1 + 2 * audit.config.hc_eps), (values["post", "isolated"], 2.0)))
     outside += int((~(comb >= 0)).sum())
-    # The last step normalises columns, so they are as near to 1 as FP32 allows; rows are as far as the reference's.
-    columns = float((comb.sum(-2) - want.sum(-2)).abs().max())
+    # The last step normalises columns: they are 1 whatever the streams. Rows are as far from 1 as the reference's, up to comb's own limit.
+    columns = float((comb.sum(-2) - 1).abs().max())
     rows = float((comb.sum(-1) - want.sum(-1)).abs().max())
-    gate = GATES["mhc.sums"]
+    gate, matrix, n = GATES["mhc.sums"], GATES[f"{half}.comb"], audit.config.hc_mult
     floor = audit.floor("isolated", point)
-    judgement = gates.judge(max(columns, rows), floor.absolute * audit.config.hc_mult if floor.rows else math.nan, gate.eps("isolated"), gate.k("isolated"), comb.shape[0], "sum off by")
-    state, reason = judgement.state, judgement.reason
+    due = float((want.sum(-2) - 1).abs().max())
+    column_check = gates.judge(columns, due, gate.eps("isolated"), 1.0, comb.shape[0], "columns of comb off 1 by")
+    row_check = gates.judge(rows, floor.absolute * n if floor.rows else math.nan, matrix.eps("isolated") * n, gate.k("isolated"), comb.shape[0], "row sums of comb off the reference's by")
+    decisive = next((c for c in (column_check, row_check) if c.state is not State.PASS), max(column_check, row_check, key=lambda c: c.spent))
+    state, reason = decisive.state, decisive.reason
     if outside:
         state, reason = State.FAIL, f"{outside} values out of range: pre in (0, 1 + eps], post in (0, 2], comb >= 0"
+    value = columns if decisive is column_check else rows
     return replace(
-        base, state=state, reason=reason, value=max(columns, rows), limit=judgement.limit, spent=judgement.spent, floor=floor.absolute * audit.config.hc_mult,
-        k=gate.k("isolated"), eps=gate.eps("isolated"), rows=comb.shape[0],
-        details={"columns": columns, "rows": rows, "column_deviation": float((comb.sum(-2) - 1).abs().max()), "row_deviation": float((comb.sum(-1) - 1).abs().max())},
+        base, state=state, reason=reason, value=value, limit=decisive.limit, spent=decisive.spent, floor=due if decisive is column_check else floor.absolute * n,
+        k=1.0 if decisive is column_check else gate.k("isolated"), eps=gate.eps("isolated") if decisive is column_check else matrix.eps("isolated") * n, rows=comb.shape[0],
+        details={"columns": columns, "columns_reference": due, "rows": rows, "row_deviation": float((comb.sum(-1) - 1).abs().max())},
     )  # fmt: skip
 
 

@@ -92,7 +92,7 @@ GATES: dict[str, Gate] = {
     "hc_head": Gate(4e-3, HANDED_DOWN, 1e-3, BF16),
     "norm": Gate(4e-3, HANDED_DOWN, 1e-3, BF16),
     "logits": Gate(4e-3, HANDED_DOWN, 1e-3, BF16),
-    "mhc.sums": Gate(1e-5, 1e-5, 1e-5, "sums of n FP32 numbers near 1"),
+    "mhc.sums": Gate(1e-5, 1e-5, 1e-5, "columns are sums of n FP32 numbers normalised last; rows have the limit of comb"),
     "residual": Gate(4e-3, HANDED_DOWN, 1e-3, BF16),
 }
 
