@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +126,8 @@ SCORES_ROW = torch.tensor([[[0.9, 0.8, 0.5, 0.499, 0.1, -INF]]], dtype=torch.flo
 
 def choice(got, want=(0, 1, 2), noise=0.001, due=3):
     valid = torch.tensor([[True]])
-    return evaluate._judge_choice(None, BASE, torch.tensor([[list(got)]]), torch.tensor([[list(want)]]), SCORES_ROW, valid, noise, "entries", torch.tensor([[due]]))
+    no_audit: Any = None
+    return evaluate._judge_choice(no_audit, BASE, torch.tensor([[list(got)]]), torch.tensor([[list(want)]]), SCORES_ROW, valid, noise, "entries", torch.tensor([[due]]))
 
 
 def test_the_same_set_in_another_order_passes():
@@ -151,7 +153,7 @@ def test_a_wrong_choice_fails(got, noise):
 
 
 def visible(got, want, window=4):
-    audit = SimpleNamespace(config=SimpleNamespace(sliding_window=window))
+    audit: Any = SimpleNamespace(config=SimpleNamespace(sliding_window=window))
     valid = torch.ones(1, len(got), dtype=torch.bool)
     case = Case("decode", "layers.0.attn.visible", "isolated", 0, (0, 0))
     return evaluate._judge_visible(audit, case, BASE, torch.tensor([got]), torch.tensor([want]), valid)
