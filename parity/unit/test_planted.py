@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ PROFILES: dict[str, list[str]] = {
 }
 
 
-def audit(tmp_path: Path, *arguments: str) -> tuple[int, list[dict]]:
+def audit(tmp_path: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     """Run `pytest parity/` and give its exit code and records."""
     command = [sys.executable, "-m", "pytest", "parity/", "--report", str(tmp_path / "report"), "-q", "--tb=no", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
