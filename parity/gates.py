@@ -143,6 +143,30 @@ OPERATIONS: dict[str, Operation] = {
 
 
 @dataclass(frozen=True)
+class Bound:
+    """One row for a number that is judged without a noise floor: value <= limit."""
+
+    limit: float
+    component: str
+    why: str
+
+
+MEGABYTE = 1e6
+BOUNDS: dict[str, Bound] = {
+    "load": Bound(0.0, "checkpoint loading", "a parameter is what the checkpoint stores, bit for bit, once"),
+    "widths": Bound(0.0, "indexer", "a buffer is as wide as what its first call wrote"),
+    "memory.rate": Bound(0.0, "memory", "bytes are integers: every length lies on the line of the closed formula"),
+    "memory.footprint": Bound(0.01, "memory", "the closed formula of the published formats, within 1 %"),
+    "memory.promise": Bound(15e9, "memory", "a context of 1,048,576 tokens in 15 GB"),
+    "memory.reported": Bound(0.0, "memory", "what production says of its own size is what it holds"),
+    "memory.allocations": Bound(0.0, "memory", "everything is allocated once, by new_state"),
+    "memory.growth": Bound(0.0, "memory", "a state keeps the same bytes at every step"),
+    "memory.slope": Bound(50 * MEGABYTE, "memory", "what the process holds, sampled every 10 steps, moves by other things too"),
+    "memory.capacity": Bound(0.0, "memory", "a full state takes its last token, refuses one more by name and keeps what it holds"),
+}
+
+
+@dataclass(frozen=True)
 class Judgement:
     """What a gate says of one number: the arithmetic is here and nowhere else."""
 
@@ -175,3 +199,14 @@ def judge_exact(different: int, compared: int, what: str) -> Judgement:
     if different == 0:
         return Judgement(State.PASS, 0.0, 0.0)
     return Judgement(State.FAIL, 0.0, math.inf, f"{different} of {compared} {what}")
+
+
+def judge_bound(name: str, value: float, compared: int, what: str) -> Judgement:
+    """Pass if value <= the limit of a row of BOUNDS. NaN fails; nothing compared is not run."""
+    limit = BOUNDS[name].limit
+    if compared < 1:
+        return Judgement(State.NOT_RUN, limit, math.nan, "nothing was compared")
+    spent = value / limit if limit > 0 else (0.0 if value == 0 else math.inf)
+    if value <= limit:
+        return Judgement(State.PASS, limit, spent)
+    return Judgement(State.FAIL, limit, spent, f"{what}: {value:.6g} > {limit:.6g}")

@@ -18,7 +18,7 @@ from production.cache import LayerCache
 from production.launch import Device
 from production.weights import AttentionWeights, CompressorWeights, IndexerWeights, Linear8, inv_freq
 from production.workspace import PoolBuffers, Step
-from reference.config import ModelConfig
+from reference.config import InputError, ModelConfig
 
 if TYPE_CHECKING:
     from production.model import State
@@ -88,6 +88,15 @@ class Indexer:
         self.dev, self.config, self.weights, self.freq = dev, config, weights, freq
         self.compressor = IndexerKeyCompressor(dev, config, weights.compressor, 4, freq)
         self.key_width = weights.compressor.norm.shape[0]
+
+    def check_widths(self, cache: LayerCache, pool: PoolBuffers) -> None:
+        """Buffers of a new state hold keys of `key_width`. Raises InputError."""
+        assert cache.keys is not None
+        assert cache.scales is not None
+        held = {"keys": 2 * cache.keys.shape[-1], "scales": 32 * cache.scales.shape[-1], "rows": pool.rows.shape[-1]}
+        for name, width in held.items():
+            if width != self.key_width:
+                raise InputError(f"indexer {name}: buffer for keys of {width}, the compressor makes keys of {self.key_width}")
 
     def __call__(self, x: Tensor, qr_q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """x [T, D], qr_q [T, q_lora_rank] -> selected [T, K] i32, ascending, -1 = none."""

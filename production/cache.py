@@ -70,6 +70,13 @@ def formula(config: ModelConfig, batch: int, max_context: int, prefill_chunk: in
     return {part: batch * size for part, size in parts.items()}
 
 
+def cost(config: ModelConfig, prefill_chunk: int, layers: int | None = None) -> tuple[int, float]:
+    """(constant bytes, bytes per token) of a row: a line through two lengths. NOTE: total / length would be no rate."""
+    short = 128 * -(-(config.sliding_window + prefill_chunk + RING_ALIGN) // 128)  # whole groups, and the ring is full
+    low, high = (sum(formula(config, 1, length, prefill_chunk, layers).values()) for length in (short, 2 * short))
+    return 2 * low - high, (high - low) / short
+
+
 @dataclass(frozen=True)
 class CompressorState:
     """Rows (token p at row p % R) that entries still to come need.

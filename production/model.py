@@ -22,7 +22,7 @@ from torch import Tensor
 
 from production import ops
 from production.attention import Attention
-from production.cache import KVCache
+from production.cache import KVCache, cost
 from production.door import Choices, checked_choices, checked_tokens
 from production.launch import Device, open_device
 from production.moe import MoE
@@ -103,6 +103,9 @@ class State:
         chunk = min(model.prefill_chunk, max_context)
         self.cache = KVCache(c, len(model.layers), batch, max_context, chunk, device)
         self.workspace = Workspace(c, model.layers, batch, chunk, max_context, device)
+        for block, cache in zip(model.blocks, self.cache.layers, strict=True):
+            if block.attn.indexer is not None:
+                block.attn.indexer.check_widths(cache, self.workspace.at(1).pool["indexer.compressor"])
         self.count = torch.zeros(len(model.layers), batch, dtype=torch.int32, device=device)
         self.ones = torch.ones(len(model.layers), batch, dtype=torch.int32, device=device)
         self.each_one = [1] * batch
@@ -248,11 +251,12 @@ class Transformer:
         return list(self.device.ran)
 
     def describe(self) -> str:
-        """One line: layers, weights, device, capacity, roundings."""
+        """One line: layers, weights, device, capacity and its cost, roundings."""
+        constant, per_token = cost(self.config, self.prefill_chunk, len(self.layers))
         return (
             f"production: {len(self.layers)} layers, {len(self.audit.records)} tensors, {self.audit.device_bytes / 1e6:.1f} MB "
-            f"of weights on {self.device.name} ({self.device.arch}), max context {self.max_context}, prefill chunk "
-            f"{self.prefill_chunk}, rounds at {', '.join(sorted(self.policy))}"
+            f"of weights on {self.device.name} ({self.device.arch}), max context {self.max_context} at {constant / 1e6:.2f} MB and "
+            f"{per_token:.1f} B a token, prefill chunk {self.prefill_chunk}, rounds at {', '.join(sorted(self.policy))}"
         )
 
     def _check_state(self, state: State) -> None:
