@@ -795,3 +795,27 @@ def test_hc_pre_of_a_token_does_not_depend_on_the_others(device, hostile, judge)
         results.append((pre, post, comb, a))
     for name, together, alone in zip(("pre", "post", "comb", "a"), *results, strict=True):
         judge("hc_pre", f"alone = in a batch: {name}", together[3:4], exact=True, reference=lambda alone=alone: alone)
+
+
+@pytest.mark.parametrize("T", [1100, 2049])
+def test_hc_gives_the_same_bits_in_a_large_call(T, device, hostile, judge):
+    """No number of tokens switches to other arithmetic: one large call equals calls of 100."""
+    n, D = 4, 24
+    X, fn, base, scale = mixing_world(hostile, T, n, D, (2 + n) * n)
+    y = hostile.bf16((T, D), seed=59)
+
+    def run(tokens: slice) -> tuple[Tensor, ...]:
+        x = X[tokens]
+        count = len(x)
+        pre, post, comb = hostile.poisoned((count, n), F32), hostile.poisoned((count, n), F32), hostile.poisoned((count, n, n), F32)
+        a, head, out = hostile.poisoned((count, D), BF16), hostile.poisoned((count, D), BF16), hostile.poisoned((count, n, D), BF16)
+        ops.hc_pre(device, x, fn, base, scale, pre, post, comb, a, 3, 1e-6, 1e-6)
+        ops.hc_post(device, y[tokens], x, post, comb, out)
+        ops.hc_head(device, x, hostile.packed(fn[:n]), hostile.packed(base[:n]), hostile.packed(scale[:1]), head, 1e-6, 1e-6)
+        return pre, post, comb, a, out, head
+
+    whole = run(slice(T))
+    parts = [torch.cat(part) for part in zip(*(run(slice(t, t + 100)) for t in range(0, T, 100)), strict=True)]
+    operations = ("hc_pre", "hc_pre", "hc_pre", "hc_a", "hc_post", "hc_head")
+    for operation, name, got, want in zip(operations, ("pre", "post", "comb", "a", "X", "head"), whole, parts, strict=True):
+        judge(operation, f"{T} tokens = calls of 100: {name}", got, exact=True, reference=lambda want=want: want)

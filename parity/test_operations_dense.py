@@ -542,3 +542,35 @@ def test_moe_combine_adds_experts_in_order_and_the_shared_one_last(k, D, rows, d
     judge("moe_combine", f"out, {k} x {D}, {rows} rows", out.cpu()[real], exact=True,
           reference=lambda: (in_order() + shared.cpu().float()[real]).bfloat16())  # fmt: skip
     assert routed.cpu()[~real].isnan().all(), "a pad's row was written"
+
+
+def test_no_number_of_rows_switches_to_other_arithmetic(device, hostile, judge):
+    """One call of 1100 rows equals calls of 100, bit for bit, for every operation without a variant of its own for it."""
+    rows, dim, E, k = 1100, 64, 8, 2
+    x, up = hostile.bf16((rows, dim), seed=80, packed=True, scale=8.0), hostile.bf16((rows, dim), seed=81, packed=True, scale=8.0)
+    norm, weight8 = hostile.f32((dim,), seed=82), fp8_weight(hostile, 24, dim, seed=83)
+    weight16, logits = hostile.bf16((24, dim), seed=84, packed=True), hostile.f32((rows, E), seed=85, packed=True)
+    bias, inv_freq = hostile.f32((E,), seed=86, packed=True), hostile.packed(ref.rope_frequencies(32, 10_000.0))
+    position, tokens = hostile.packed(positions_with_pads(rows).abs()), hostile.packed(torch.zeros(rows, dtype=torch.int64))
+    route = hostile.f32((rows,), seed=87, packed=True)
+
+    def run(part: slice) -> dict[str, Tensor]:
+        n = len(x[part])
+        out = {name: hostile.poisoned((n, dim), BF16) for name in ("rms_norm", "act_quant", "swiglu")}
+        ops.rms_norm(device, x[part], norm, out["rms_norm"], EPS)
+        ops.act_quant(device, x[part], out["act_quant"])
+        ops.swiglu(device, x[part], up[part], route[part], out["swiglu"], LIMIT)
+        out["rope"] = hostile.packed(x[part].cpu()[:, None].clone())
+        ops.rope(device, out["rope"], position[part], inv_freq)
+        out["linear_fp8"], out["linear_fp32"] = hostile.poisoned((n, 24), BF16), hostile.poisoned((n, 24), F32)
+        ops.linear_fp8(device, x[part], *weight8, out["linear_fp8"], variant="mma")
+        ops.linear_bf16(device, x[part], weight16, out["linear_fp32"], variant="mma")
+        scores, experts, weights_of = hostile.poisoned((n, E), F32), hostile.poisoned((n, k), I32), hostile.poisoned((n, k), F32)
+        ops.gate_scores(device, logits[part], "sqrtsoftplus", scores)
+        ops.gate_choose(device, scores, bias, None, tokens[part], position[part], experts)
+        ops.gate_weights(device, scores, experts, weights_of, True, 1.5)
+        return out | {"gate_scores": scores, "gate_choose": experts, "gate_weights": weights_of}
+
+    whole, parts = run(slice(rows)), [run(slice(t, t + 100)) for t in range(0, rows, 100)]
+    for name, got in whole.items():
+        judge(name, f"{rows} rows = calls of 100", got, exact=True, reference=lambda name=name: torch.cat([p[name] for p in parts]))

@@ -10,6 +10,7 @@ differs, in dataflow order, names the component.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,6 +30,7 @@ from production.engine import count_allocations
 from production.model import State, Transformer, load
 from production.weights import load_weights
 from reference.checkpoint import Checkpoint
+from reference.config import InputError
 from reference.points import points_of_model, spec_of
 
 MAX_CONTEXT = 300
@@ -129,15 +131,106 @@ def test_every_parameter_is_the_checkpoints(directory, device, judge_equal):
     judge_equal("load", "every parameter", len(found), different)
 
 
-# ---- calls ----
-
-
 def ragged(model: Transformer, lengths: list[int]) -> Tensor:
     """One row of text per length, right-padded."""
     tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
     for row, n in enumerate(lengths):
         tokens[row, :n] = torch.tensor(prompt(n, model.config.vocab_size, 50 * row), dtype=torch.int64)
     return tokens
+
+
+# ---- memory ----
+
+
+def test_a_row_takes_max_context_tokens(loaded, judge_equal):
+    """A prompt several rings long is taken; then as many tokens as --max-context says, and not one more."""
+    model = loaded(16)
+    state, prompt_length, different = model.new_state(1), 140, []
+    try:
+        model.prefill(ragged(model, [prompt_length]), state)
+        state.cache.check_room(range(len(model.layers)), [MAX_CONTEXT - prompt_length])
+    except InputError as error:
+        different.append((f"refused: {error}", "memory"))
+    else:
+        with contextlib.suppress(InputError):
+            state.cache.check_room(range(len(model.layers)), [MAX_CONTEXT - prompt_length + 1])
+            different.append((f"{MAX_CONTEXT + 1} tokens are taken", "memory"))
+    judge_equal("memory", f"a row of {MAX_CONTEXT} tokens", 2, different)
+
+
+def held(state: State) -> int:
+    """Bytes of all storages that a cache keeps alive, whatever view of them it uses."""
+    storages: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def walk(value: Any) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, list | tuple):
+            for item in value:
+                walk(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                walk(item)
+        elif dataclasses.is_dataclass(value) or type(value).__module__.startswith("production"):
+            for item in vars(value).values():
+                walk(item)
+
+    walk(vars(state.cache))
+    return sum(storages.values())
+
+
+def by_hand(model: Transformer, chunk: int) -> int:
+    """Bytes of one row's cache, written down from the formats: dsv4.md section 4."""
+    c = model.config
+    d, r, di = c.head_dim, c.qk_rope_head_dim, c.index_head_dim
+    record = -(-(d + r + (d - r) // 64) // 8) * 8
+    slots = -(-(c.sliding_window - 1 + chunk) // 8) * 8
+    total = 0
+    for layer in model.layers:
+        ratio = c.ratio(layer)
+        total += slots * (record + 4) + 4
+        if ratio:
+            total += -(-MAX_CONTEXT // ratio) * record
+            total += 2 * 4 * (8 * 2 * d if ratio == 4 else ratio * d)
+        if ratio == 4:
+            total += -(-MAX_CONTEXT // 4) * (di // 2 + di // 32) + 2 * 4 * 8 * 2 * di
+    return total
+
+
+def test_a_cache_holds_what_its_formats_need(loaded, judge_equal):
+    """Storages, not views; the closed formula says the same; 140 prefilled tokens and 5 steps hold no byte more."""
+    model = loaded(16)
+    state, want = model.new_state(1), by_hand(model, 16)
+    sizes = {"storages": held(state), "formula": sum(formula(model.config, 1, MAX_CONTEXT, 16).values()), "nbytes": sum(state.cache.nbytes().values())}
+    model.prefill(ragged(model, [140]), state)
+    sizes["after a prompt of 140 tokens"] = held(state)
+    for step in range(5):
+        model.decode(torch.tensor([step]), state)
+    sizes["after 5 steps"] = held(state)
+    judge_equal("memory", "bytes of a cache", len(sizes), [(f"{name}: {size} bytes, expected {want}", "memory") for name, size in sizes.items() if size != want])
+
+
+def test_a_decode_step_allocates_nothing(loaded, judge_equal):
+    """Across the ends of groups of 4 and of 128."""
+    model = loaded(16)
+    state = model.new_state(1)
+    out = torch.empty(1, model.config.vocab_size, device=model.device.torch_device)
+    model.prefill(ragged(model, [122]), state)
+    token = torch.tensor([7])
+    different = []
+    for _ in range(8):
+        with count_allocations() as counted:
+            model.decode(token, state, out=out)
+        if counted.count or counted.device_count:
+            different.append((f"{counted.count} tensors, {counted.bytes} bytes, first {(*counted.operations, 'on the device')[0]}", "memory"))
+    judge_equal("memory", "allocations of a decode step", 8, different)
+
+
+# ---- calls ----
 
 
 Seen = dict[str, list[Tensor]]
@@ -206,7 +299,7 @@ def test_a_row_alone_is_the_row_in_an_uneven_batch(loaded, judge_equal):
     judge_equal("batching", "alone = in an uneven batch", compared, [(what, "batching") for what in different])
 
 
-@pytest.mark.parametrize("chunk", [3, 16], ids=lambda chunk: f"chunk {chunk}")
+@pytest.mark.parametrize("chunk", [5, 16], ids=lambda chunk: f"chunk {chunk}")
 def test_chunked_prefill_is_one_shot_prefill(chunk, loaded, judge_equal):
     """Every point and the state behind them, past 128 tokens, in chunks that end inside groups and lap the ring."""
     one, cut, n = loaded(512), loaded(chunk), 131
@@ -271,78 +364,3 @@ def test_a_state_comes_back_as_it_was(loaded, judge_equal):
     if not same(model.decode(token, other).cpu(), model.decode(token, state).cpu()):
         different.append(("logits of the next step", "batching"))
     judge_equal("restore", "export, import, export", len(exported(model, state)) + 1, different)
-
-
-# ---- memory ----
-
-
-def held(state: State) -> int:
-    """Bytes of all storages that a cache keeps alive, whatever view of them it uses."""
-    storages: dict[int, int] = {}
-    seen: set[int] = set()
-
-    def walk(value: Any) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, Tensor):
-            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-        elif isinstance(value, list | tuple):
-            for item in value:
-                walk(item)
-        elif isinstance(value, dict):
-            for item in value.values():
-                walk(item)
-        elif dataclasses.is_dataclass(value) or type(value).__module__.startswith("production"):
-            for item in vars(value).values():
-                walk(item)
-
-    walk(vars(state.cache))
-    return sum(storages.values())
-
-
-def by_hand(model: Transformer, chunk: int) -> int:
-    """Bytes of one row's cache, written down from the formats: dsv4.md section 4."""
-    c = model.config
-    d, r, di = c.head_dim, c.qk_rope_head_dim, c.index_head_dim
-    record = -(-(d + r + (d - r) // 64) // 8) * 8
-    slots = -(-(c.sliding_window - 1 + chunk) // 8) * 8
-    total = 0
-    for layer in model.layers:
-        ratio = c.ratio(layer)
-        total += slots * (record + 4) + 4
-        if ratio:
-            total += -(-MAX_CONTEXT // ratio) * record
-            total += 2 * 4 * (8 * 2 * d if ratio == 4 else ratio * d)
-        if ratio == 4:
-            total += -(-MAX_CONTEXT // 4) * (di // 2 + di // 32) + 2 * 4 * 8 * 2 * di
-    return total
-
-
-def test_a_cache_holds_what_its_formats_need(loaded, judge_equal):
-    """Storages, not views; the closed formula says the same; and 140 decode steps and 140 prefilled tokens hold no byte more."""
-    model = loaded(16)
-    state, want = model.new_state(1), by_hand(model, 16)
-    sizes = {"storages": held(state), "formula": sum(formula(model.config, 1, MAX_CONTEXT, 16).values()), "nbytes": sum(state.cache.nbytes().values())}
-    model.prefill(ragged(model, [140]), state)
-    sizes["after a prompt of 140 tokens"] = held(state)
-    for step in range(5):
-        model.decode(torch.tensor([step]), state)
-    sizes["after 5 steps"] = held(state)
-    judge_equal("memory", "bytes of a cache", len(sizes), [(f"{name}: {size} bytes, expected {want}", "memory") for name, size in sizes.items() if size != want])
-
-
-def test_a_decode_step_allocates_nothing(loaded, judge_equal):
-    """Across the ends of groups of 4 and of 128."""
-    model = loaded(16)
-    state = model.new_state(1)
-    out = torch.empty(1, model.config.vocab_size, device=model.device.torch_device)
-    model.prefill(ragged(model, [122]), state)
-    token = torch.tensor([7])
-    different = []
-    for _ in range(8):
-        with count_allocations() as counted:
-            model.decode(token, state, out=out)
-        if counted.count or counted.device_count:
-            different.append((f"{counted.count} tensors, {counted.bytes} bytes, first {(*counted.operations, 'on the device')[0]}", "memory"))
-    judge_equal("memory", "allocations of a decode step", 8, different)
