@@ -21,7 +21,7 @@ audit: .venv/ready
 	$(BIN)/python -m pytest parity/ $(ARGS)
 
 test: .venv/ready
-	$(BIN)/python -m pytest parity/unit $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest parity/unit -n 2 $(ARGS)
 
 check: .venv/ready
 	$(BIN)/ruff check .
