@@ -24,73 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity.cache import Entry, ReferenceCache, digest_of, pack_floor, pack_states, unpack_floors, unpack_states
 from probes.core.recorder import Recorder
-from probes.core.records import Mechanism
+from probes.core.records import Measurement, Mechanism
+from probes.core.rows import absent_rows, replayable, row_errors, rows_of
 from probes.core.trace import PassKey, Trace, grow_last, join
-from reference.points import INDICES, SCORES, PointSpec, layer_of, points_of_layer, points_of_model, spec_of
+from reference.points import INDICES, SCORES, layer_of, points_of_layer, points_of_model, spec_of
 
 TWIN_ORDERS = (1, 2, 3)
-
-
-# ---- rows: the unit of every judgement ----
-
-
-def row_errors(got: Tensor, want: Tensor, row_dims: int) -> tuple[Tensor, Tensor]:
-    """Relative L2 error and |norm ratio - 1| of every row; both [b, s, ...] fp64.
-
-    A row that is all NaN in `want` is absent: NaN in both results if it is absent in `got` too, else inf.
-    A zero row must be zero. NaN in `got` gives NaN, which passes no limit.
-    """
-    got, want = got.double().flatten(got.dim() - row_dims), want.double().flatten(want.dim() - row_dims)
-    difference, size = (got - want).norm(dim=-1), want.norm(dim=-1)
-    got_size = got.norm(dim=-1)
-    zero = size == 0
-    safe = torch.where(zero, torch.ones_like(size), size)
-    error = torch.where(zero, torch.where(got_size == 0, 0.0, torch.inf), difference / safe)
-    ratio = torch.where(zero, torch.where(got_size == 0, 0.0, torch.inf), (got_size / safe - 1).abs())
-    absent = want.isnan().all(-1)
-    one_sided = absent & ~got.isnan().all(-1)
-    error = torch.where(one_sided, torch.inf, error)
-    return error, torch.where(one_sided, torch.inf, ratio)
-
-
-def absent_rows(want: Tensor, row_dims: int) -> Tensor:
-    """True where `want` has no row (a sparse point at a query that completes no group)."""
-    return want.flatten(want.dim() - row_dims).isnan().all(-1)
-
-
-def replayable(choice: Tensor, limit: Tensor, fill: range | None) -> Tensor:
-    """A choice [b, s, k] that the reference can replay, ascending: what is out of range or there twice is dropped.
-
-    limit  first index out of range, broadcast to [b, s, k]; fill  None: dropped ones become -1 (none); else the smallest
-    unused index, since an expert slot cannot be empty. The fault itself is judged on the untouched choice.
-    """
-    choice = choice.sort(-1).values
-    twice = torch.zeros_like(choice, dtype=torch.bool)
-    twice[..., 1:] = choice[..., 1:] == choice[..., :-1]
-    bad = (choice < 0) | (choice >= limit) | twice
-    if fill is None:
-        return choice.masked_fill(bad, torch.iinfo(torch.int64).max).sort(-1).values.masked_fill_(_sorted_last(bad), -1)
-    for b, s in bad.any(-1).nonzero().tolist():
-        kept = choice[b, s][~bad[b, s]].tolist()
-        free = [i for i in fill if i not in kept]
-        choice[b, s] = torch.tensor(sorted(kept + free[: choice.shape[-1] - len(kept)]))
-    return choice
-
-
-def _sorted_last(bad: Tensor) -> Tensor:
-    """Where the `bad` ones stand after sorting them to the end."""
-    kept = (~bad).sum(-1, keepdim=True)
-    return torch.arange(bad.shape[-1]).expand(bad.shape) >= kept
+KEPT = (".attn.q", ".attn.kv", ".attn.compressor")  # isolated twin values that derived floors need
 
 
 # ---- noise floors ----
-
-
-def rows_of(spec: PointSpec, mode: str, dims: int) -> int:
-    """Trailing axes that make one judged row of a tensor with `dims` axes: the point's own in isolated runs (a head, say);
-    everything of a token in free runs, where single heads are at the mercy of what earlier layers hand down."""
-    return dims - 2 if mode == "free" else spec.row_dims
 
 
 @dataclass
@@ -137,6 +82,13 @@ class Floor:
             self.norm = max(self.norm, float(norm[use].max()))
             self.rows += int(use.sum())
             self.errors.setdefault(twin, {})[key] = error[use]
+
+    def merge(self, other: Floor) -> None:
+        """Take in the floor of further passes."""
+        self.error, self.norm, self.absolute = max(self.error, other.error), max(self.norm, other.norm), max(self.absolute, other.absolute)
+        self.rows += other.rows
+        for twin, by_pass in other.errors.items():
+            self.errors.setdefault(twin, {}).update(by_pass)
 
 
 def _spread(valid: Tensor, like: Tensor) -> Tensor:
@@ -187,7 +139,24 @@ class Greedy:
     tokens: int
 
 
+@dataclass(frozen=True)
+class ReferencePass:
+    """One pass of the reference, as far as its input goes: `key` names it in the cache."""
+
+    phase: str
+    step: int | None
+    tokens: Tensor
+    lengths: Tensor | None
+    choices: dict[str, Tensor]
+    key: str
+
+    def choices_of(self, layer: int) -> dict[str, Tensor]:
+        """Those of one layer: a layer alone is checked against its own state only."""
+        return {point: choice for point, choice in self.choices.items() if layer_of(point) == layer}
+
+
 Say = Callable[[str], None]
+Snapshots = dict[int, dict[str, Tensor]]
 
 
 @dataclass
@@ -199,11 +168,14 @@ class Audit:
     twins: list[Any]
     plan: Plan
     say: Say = print
+    cache: ReferenceCache | None = None
     crash: Crash | None = None
     floors: dict[tuple[str, str], Floor] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     seconds: dict[str, float] = field(default_factory=dict)
     decode_tokens: list[list[int]] = field(default_factory=list)
+    twin_values: dict[tuple[int, str, str, int | None], Tensor] = field(default_factory=dict)  # (twin, point, phase, step), KEPT
+    memo: dict[Any, Any] = field(default_factory=dict)  # what several gates of one run share
     _greedy: Greedy | None = None
 
     def __post_init__(self) -> None:
@@ -228,6 +200,11 @@ class Audit:
             self.tokens[b, : len(row)] = torch.tensor(row)
         self.prefill_valid = torch.arange(width)[None, :] < self.lengths[:, None]
         self.passes: dict[tuple[str, str, int | None], Trace] = {}
+        self.states: dict[str, Any] = {}
+        self.history: list[ReferencePass] = []  # passes of the reference so far, computed or from the cache
+        self._computed = 0  # how many of them this process has computed: the reference's own state stands there
+        self.clamped = self._clamped_here = 0  # gate and up values of the reference beyond swiglu_limit: all passes, the last one
+        self._snapshots: Snapshots = {}  # judged layers' reference state after the last pass
 
     @contextmanager
     def _record(self, who: str, model: Any, points: tuple[str, ...], phase: str, step: int | None) -> Iterator[None]:
@@ -281,41 +258,128 @@ class Audit:
                 return
         self.say(f"prefill: production, {int(lengths.sum())} tokens, {len(self.layers_run)} layers: {time.perf_counter() - began:.1f} s")
         began = time.perf_counter()
-        choices = self._choices("prefill", None)
-        self.states["reference"] = self.reference.new_state(self.batch, plan.max_context)
-        with self._record("reference", self.reference, self.reference_points, "prefill", None):
-            self.reference.prefill(self.tokens, self.states["reference"], lengths, choices=choices)
-        self.say(f"prefill: reference {time.perf_counter() - began:.1f} s")
+        empty = self.reference.new_state(self.batch, plan.max_context)
+        self._snapshots = {n: empty.export_layer(n) for n in plan.layers}
+        one = self._open("prefill", None, self.tokens, lengths, self._choices("prefill", None))
+        found = self._reference_pass(one)
+        self.say(f"prefill: reference {time.perf_counter() - began:.1f} s" + (" from the cache" if found else ""))
         began = time.perf_counter()
-        empty = {n: self.reference.new_state(self.batch, plan.max_context).export_layer(n) for n in self.plan.layers}
-        if not self._isolated("prefill", None, self.tokens, lengths, empty, choices):
+        if not self._isolated(one):
             return
         self.say(f"prefill: each layer of production on the reference's input: {time.perf_counter() - began:.1f} s")
         began = time.perf_counter()
-        for twin in self.twins:
-            self._twin(twin, "prefill", None, self.tokens, lengths, empty, choices)
-        self.say(f"prefill: noise floor from {len(self.twins)} twins {time.perf_counter() - began:.1f} s")
+        self._noise(one, found)
+        self.say(f"prefill: noise floor from {len(self.twins)} twins {time.perf_counter() - began:.1f} s" + (" from the cache" if found else ""))
 
     def _decode(self) -> None:
         began = time.perf_counter()
+        cached = 0
         for step in range(self.plan.steps):
             token = self._next_tokens(step)
             self.decode_tokens.append(token.tolist())
             with self._record("production", self.production, self.production_points, "decode", step):
                 if not self._guard("decode", step, "free", partial(self.production.decode, token, self.states["production"])):
                     return
-            choices = self._choices("decode", step)
-            before = {n: self.states["reference"].export_layer(n) for n in self.plan.layers}
-            with self._record("reference", self.reference, self.reference_points, "decode", step):
-                self.reference.decode(token, self.states["reference"], choices=choices)
-            if not self._isolated("decode", step, token[:, None], None, before, choices):
+            one = self._open("decode", step, token[:, None], None, self._choices("decode", step))
+            found = self._reference_pass(one)
+            cached += found is not None
+            if not self._isolated(one):
                 return
-            for twin in self.twins:
-                self._twin(twin, "decode", step, token[:, None], None, before, choices)
+            self._noise(one, found)
             if step in (0, self.plan.steps - 1) or (step + 1) % 10 == 0:
                 spent = time.perf_counter() - began
                 left = spent / (step + 1) * (self.plan.steps - step - 1)
-                self.say(f"decode: step {step + 1} of {self.plan.steps}, {spent:.0f} s, about {left:.0f} s left")
+                self.say(f"decode: step {step + 1} of {self.plan.steps}, {spent:.0f} s, about {left:.0f} s left" + (f"; reference of {cached} steps from the cache" if cached else ""))
+
+    # ---- the reference's side of a pass: computed, or as an earlier run of the same code on the same tokens and choices left it ----
+
+    def _open(self, phase: str, step: int | None, tokens: Tensor, lengths: Tensor | None, choices: dict[str, Tensor]) -> ReferencePass:
+        """The next pass. Its key holds everything since the start."""
+        key = ""
+        if self.cache is not None:
+            key = digest_of(self.history[-1].key if self.history else self._start_key(), phase, tokens, {} if lengths is None else {"lengths": lengths}, choices)
+        self.history.append(ReferencePass(phase, step, tokens, lengths, choices, key))
+        return self.history[-1]
+
+    def _start_key(self) -> str:
+        assert self.cache is not None
+        points = {"reference": self.reference_points, "free": self.free_points, "isolated": self.isolated_points}
+        run = {"policy": sorted(self.reference.policy), "layers": self.layers_run, "twins": len(self.twins), "max_context": self.plan.max_context, "points": points}
+        return self.cache.start(run)
+
+    def _reference_pass(self, one: ReferencePass) -> Entry | None:
+        """Record the reference's values. Returns the cache's entry if they came from there."""
+        entry = self.cache.load(one.key) if self.cache is not None else None
+        if entry is not None:
+            trace = Trace(self.reference_points)
+            trace.begin(one.phase, one.step)
+            trace.passes[one.phase, one.step].chunks |= {name[6:]: [value] for name, value in entry.tensors.items() if name.startswith("value|")}
+            self.passes["reference", one.phase, one.step] = trace
+            self.clamped += int(entry.facts["clamped"])
+            return entry
+        self._catch_up()
+        before = self._count_clamped()
+        with self._record("reference", self.reference, self.reference_points, one.phase, one.step):
+            self._advance(self.reference, "reference", one)
+        self._clamped_here = self._count_clamped() - before
+        self.clamped += self._clamped_here
+        return None
+
+    def _advance(self, model: Any, name: str, one: ReferencePass) -> None:
+        """A model of the reference's side takes the tokens of a pass, on its own chain."""
+        if one.phase == "prefill":
+            self.states[name] = model.new_state(self.batch, self.plan.max_context)
+            model.prefill(one.tokens, self.states[name], one.lengths, choices=one.choices)
+        else:
+            model.decode(one.tokens[:, 0], self.states[name], choices=one.choices)
+
+    def _catch_up(self) -> None:
+        """Bring reference and twins to where the cache ended, before they compute a pass themselves."""
+        for one in self.history[self._computed : -1]:
+            self._advance(self.reference, "reference", one)
+            for number, twin in enumerate(self.twins):
+                self._advance(twin, f"twin{number}", one)
+        self._computed = len(self.history)
+
+    def _count_clamped(self) -> int:
+        return int(getattr(self.reference, "clamped", 0))
+
+    def _noise(self, one: ReferencePass, found: Entry | None) -> None:
+        """What the twins of a pass add to the floors, and the reference's state after it."""
+        before = self._snapshots
+        floors: dict[tuple[str, str], Floor] = {}
+        if found is not None:
+            for name, floor in unpack_floors(found, Floor).items():
+                mode, point = name.split(" ", 1)
+                floors[mode, point] = floor
+            for name, value in found.tensors.items():
+                if name.startswith("twin|"):
+                    _, twin_number, point = name.split("|")
+                    self.twin_values[int(twin_number), point, one.phase, one.step] = value
+            self._snapshots = unpack_states(before, found)
+        else:
+            for number, twin in enumerate(self.twins):
+                self._twin(number, twin, one, before, floors)
+            state = self.states["reference"]
+            self._snapshots = {n: state.export_layer(n) for n in self.plan.layers}
+            if self.cache is not None:
+                self._keep(one, before, floors)
+        for (mode, point), floor in floors.items():
+            self.floors.setdefault((mode, point), Floor()).merge(floor)
+
+    def _keep(self, one: ReferencePass, before: Snapshots, floors: Mapping[tuple[str, str], Floor]) -> None:
+        """Put a computed pass into the cache."""
+        assert self.cache is not None
+        values = self.passes["reference", one.phase, one.step]
+        entry = Entry({f"value|{point}": values.get(point, one.phase, one.step) for point in values.passes[one.phase, one.step].chunks}, {})
+        entry.facts["clamped"] = self._clamped_here
+        for number, point, phase, step in self.twin_values:
+            if (phase, step) == (one.phase, one.step):
+                entry.tensors[f"twin|{number}|{point}"] = self.twin_values[number, point, phase, step]
+        for (mode, point), floor in floors.items():
+            pack_floor(f"{mode} {point}", floor, entry)
+        pack_states(before, self._snapshots, entry)
+        self.cache.save(one.key, entry)
 
     def _next_tokens(self, step: int) -> Tensor:
         """Teacher-forced: the text's own next token; past its end the reference's most likely one."""
@@ -351,53 +415,46 @@ class Audit:
             return embed[:, :, None, :].repeat(1, 1, self.config.hc_mult, 1)
         return self.get("reference", f"layers.{layer - 1}.hc_ffn.X", phase, step)
 
-    def _isolated(
-        self, phase: str, step: int | None, tokens: Tensor, lengths: Tensor | None,
-        before: Mapping[int, dict[str, Tensor]], choices: dict[str, Tensor],
-    ) -> bool:  # fmt: skip
-        with self._record("isolated", self.production, self.isolated_points, phase, step):
+    def _isolated(self, one: ReferencePass) -> bool:
+        """Each judged layer of production on the reference's own input and its state before the pass."""
+        with self._record("isolated", self.production, self.isolated_points, one.phase, one.step):
             state = self.states["isolated"]
             for layer in self.plan.layers:
                 def call(layer: int = layer) -> None:
-                    state.import_layer(layer, before[layer])
-                    X = self.layer_input(layer, phase, step)
-                    self.production.run_layer(layer, X, tokens, state, lengths, choices=choices, decode=phase == "decode")
+                    state.import_layer(layer, self._snapshots[layer])
+                    X = self.layer_input(layer, one.phase, one.step)
+                    self.production.run_layer(layer, X, one.tokens, state, one.lengths, choices=one.choices_of(layer), decode=one.phase == "decode")
 
-                if not self._guard(phase, step, f"isolated layer {layer}", call):
+                if not self._guard(one.phase, one.step, f"isolated layer {layer}", call):
                     return False
         return True
 
-    def _twin(
-        self, twin: Any, phase: str, step: int | None, tokens: Tensor, lengths: Tensor | None,
-        before: Mapping[int, dict[str, Tensor]], choices: dict[str, Tensor],
-    ) -> None:  # fmt: skip
+    def _twin(self, number: int, twin: Any, one: ReferencePass, before: Snapshots, floors: dict[tuple[str, str], Floor]) -> None:
         """One pass of one twin, free and isolated, taken into the floors."""
-        name = f"twin{id(twin)}"
-        if phase == "prefill":
-            self.states[name] = twin.new_state(self.batch, self.plan.max_context)
-            self.states[name + "isolated"] = twin.new_state(self.batch, self.plan.max_context)
-        with self._record("twin", twin, self.free_points, phase, step):
-            if phase == "prefill":
-                twin.prefill(tokens, self.states[name], lengths, choices=choices)
-            else:
-                twin.decode(tokens[:, 0], self.states[name], choices=choices)
-        self._add_floor("free", phase, step, self.free_points, twin)
-        with self._record("twin", twin, self.isolated_points, phase, step):
+        with self._record("twin", twin, self.free_points, one.phase, one.step):
+            self._advance(twin, f"twin{number}", one)
+        self._add_floor("free", number, twin, one, self.free_points, floors)
+        alone = self.states.setdefault(f"twin{number} isolated", twin.new_state(self.batch, self.plan.max_context))
+        with self._record("twin", twin, self.isolated_points, one.phase, one.step):
             for layer in self.plan.layers:
-                self.states[name + "isolated"].import_layer(layer, before[layer])
-                X = self.layer_input(layer, phase, step)
-                twin.run_layer(layer, X, tokens, self.states[name + "isolated"], lengths, choices=choices, decode=phase == "decode")
-        self._add_floor("isolated", phase, step, self.isolated_points, twin)
+                alone.import_layer(layer, before[layer])
+                X = self.layer_input(layer, one.phase, one.step)
+                twin.run_layer(layer, X, one.tokens, alone, one.lengths, choices=one.choices_of(layer), decode=one.phase == "decode")
+        self._add_floor("isolated", number, twin, one, self.isolated_points, floors)
 
-    def _add_floor(self, mode: str, phase: str, step: int | None, points: tuple[str, ...], model: Any) -> None:
+    def _add_floor(self, mode: str, number: int, twin: Any, one: ReferencePass, points: tuple[str, ...], floors: dict[tuple[str, str], Floor]) -> None:
         """Take the twin's last pass into the floors, and forget it."""
-        twin = self.passes.pop(("twin", phase, step))
+        phase, step = one.phase, one.step
+        trace = self.passes.pop(("twin", phase, step))
         for point in points:
             spec = spec_of(point)
-            if spec.kind != INDICES and twin.fired(point, phase, step):
-                floor = self.floors.setdefault((mode, point), Floor())
-                want = self.get("reference", point, phase, step)
-                floor.add(twin.get(point, phase, step), want, spec.kind, rows_of(spec, mode, want.dim()), self.valid(phase), self.twins.index(model), (phase, step))
+            if spec.kind != INDICES and trace.fired(point, phase, step):
+                want, got = self.get("reference", point, phase, step), trace.get(point, phase, step)
+                if mode == "isolated" and point.endswith(KEPT):
+                    narrow = torch.bfloat16 if "bf16" in twin.policy else torch.float32  # these points are rounded to it
+                    self.twin_values[number, point, phase, step] = got.to(narrow)
+                floor = floors.setdefault((mode, point), Floor())
+                floor.add(got, want, spec.kind, rows_of(spec, mode, want.dim()), self.valid(phase), number, (phase, step))
 
     # ---- what the tests read ----
 
@@ -441,7 +498,7 @@ class Audit:
             chains: dict[str, tuple[Tensor, Tensor]] = {}
             began = time.perf_counter()
             if self._guard("decode", None, "greedy", lambda: chains.update(production=self._continue(self.production))):
-                chains["reference"] = self._continue(self.reference)
+                chains["reference"] = self._continue_reference()
                 self._greedy = self._compare_greedy(chains)
                 self.say(f"greedy: {self._greedy.tokens} tokens by both models {time.perf_counter() - began:.1f} s")
         return self._greedy
@@ -450,6 +507,18 @@ class Audit:
     def finished_greedy(self) -> Greedy | None:
         """The continuations if a test asked for them."""
         return self._greedy
+
+    def _continue_reference(self) -> tuple[Tensor, Tensor]:
+        """The reference's continuation, from the cache where it holds it."""
+        if self.cache is None:
+            return self._continue(self.reference)
+        key = digest_of(self._start_key(), "greedy", self.tokens, self.lengths, self.plan.greedy_tokens)
+        entry = self.cache.load(key)
+        if entry is None:
+            tokens, rows = self._continue(self.reference)
+            self.cache.save(key, Entry({"tokens": tokens, "logits": rows}, {}))
+            return tokens, rows
+        return entry.tensors["tokens"], entry.tensors["logits"]
 
     def _continue(self, model: Any) -> tuple[Tensor, Tensor]:
         """Tokens [b, t] and the logits [b, t, vocab] they were taken from."""
@@ -481,6 +550,20 @@ class Audit:
             result.logit_error.append(float((row - got_logits[b, first]).abs().max()))
         return result
 
+    # ---- what came from the cache ----
+
+    def cache_facts(self) -> list[Measurement]:
+        """How much of the reference's side was not computed in this run."""
+        if self.cache is None:
+            return []
+        c = self.cache
+        values: dict[str, Any] = {
+            "from_cache": c.found, "computed": c.computed, "ignored_files": c.ignored, "MB_read": round(c.bytes_read / 1e6, 1), "MB_written": round(c.bytes_written / 1e6, 1),
+        }  # fmt: skip
+        if c.trouble:
+            values["not_kept"] = c.trouble
+        return [Measurement("reference_cache", values=values)]
+
     # ---- what was exercised ----
 
     def mechanisms(self) -> list[Mechanism]:
@@ -511,7 +594,7 @@ class Audit:
             ("batch rows of unequal length", len(set(prompt_ends)) - 1, "prompts in one batch"),
         ]
         found = [Mechanism(name, int(n), meaning) for name, n, meaning in table]
-        found.append(Mechanism("SwiGLU clamp", self.reference.clamped, "gate or up values beyond swiglu_limit", "single-operation checks swiglu, shared_experts and moe"))
+        found.append(Mechanism("SwiGLU clamp", self.clamped, "gate or up values beyond swiglu_limit", "single-operation checks swiglu, shared_experts and moe"))
         return found
 
     def coverage_points(self) -> list[tuple[str, str, int | None, str, str]]:

@@ -24,6 +24,7 @@ import torch
 
 from parity import faults, selection
 from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
+from parity.cache import ReferenceCache, cache_folder, checkpoint_facts, code_hash, machine_facts
 from parity.measure import measurements
 from probes.core import inputs
 from probes.core.records import Coverage, Divergence, Header, Kernel, Ledger, Record, State, Verdict, summarise
@@ -51,6 +52,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where production runs (default: cpu)")
     group.addoption("--max-context", default=str(DEFAULT_MAX_CONTEXT), metavar="N", help="tokens the KV cache holds (default: 8192)")
     group.addoption("--report", default=None, metavar="DIR", help="where run.jsonl, report.html and junit.xml go (default: reports/runs/<date>-<commit>)")
+    group.addoption("--no-cache", action="store_true", help="compute the reference and its twins even if an earlier run left them in ~/.cache/dsv4-parity/reference (DSV4_PARITY_CACHE moves it)")
     group.addoption("--inject", default=None, metavar="ID", help="plant a fault in a copy of production and kernels")
     group.addoption("--faults", default=None, metavar="FILE", help="list of faults for --inject (default: parity/faults.toml)")
 
@@ -262,7 +264,11 @@ def _load(run: Run) -> None:
         rows=[p.ids for p in run.prompts], continuation=[p.continuation for p in run.prompts],
         phases=run.phases, layers=run.layers, steps=run.steps, max_context=run.max_context, checkpoint_dir=str(run.checkpoint_dir),
     )  # fmt: skip
-    run.audit = Audit(model, production if production is not None else _Missing(model), twins, plan, say=tell)
+    cache = None
+    if not run.config.getoption("--no-cache"):
+        facts = {"checkpoint": checkpoint_facts(run.checkpoint_dir, layers), "code": code_hash(), **machine_facts()}
+        cache = ReferenceCache(cache_folder(), facts)
+    run.audit = Audit(model, production if production is not None else _Missing(model), twins, plan, say=tell, cache=cache)
     if run.load_crash is not None:
         run.audit.crash = Crash("load", None, "load", run.load_crash)
 
@@ -387,7 +393,7 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     _record_unreached(session, run)
     narrowed = _narrowed(session)
     facts: list[Record] = [] if narrowed else list(coverage(run))
-    for record in [*facts, *measurements(run.audit), *run.audit.mechanisms(), *kernels(run)]:
+    for record in [*facts, *measurements(run.audit), *run.audit.cache_facts(), *run.audit.mechanisms(), *kernels(run)]:
         ledger.write(record)
     summary = summarise(ledger.records, time.perf_counter() - run.started, first_divergence(ledger.records, run))
     if narrowed:

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.audit import Floor, absent_rows, replayable, row_errors
+from parity.audit import Floor
+from probes.core.rows import absent_rows, replayable, row_errors
 from reference.points import SCORES, VALUES
 
 NAN, INF = math.nan, math.inf
