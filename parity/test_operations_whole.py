@@ -27,6 +27,7 @@ from parity.unit.worlds import prompt, write_checkpoint
 from probes.core.records import Verdict
 from production.cache import formula
 from production.engine import count_allocations
+from production.launch import KernelError
 from production.model import State, Transformer, load
 from production.weights import load_weights
 from reference.checkpoint import Checkpoint
@@ -228,6 +229,27 @@ def test_a_decode_step_allocates_nothing(loaded, judge_equal):
         if counted.count or counted.device_count:
             different.append((f"{counted.count} tensors, {counted.bytes} bytes, first {(*counted.operations, 'on the device')[0]}", "memory"))
     judge_equal("memory", "allocations of a decode step", 8, different)
+
+
+# ---- kernels under the checker ----
+
+
+def component_of_kernel(message: str) -> str:
+    """The component of a kernel that an error message begins with."""
+    word = message.split(":", 1)[0].split("_")[0]
+    return next((row.component for name, row in gates.OPERATIONS.items() if name.split("_")[0] == word), "")
+
+
+def test_no_kernel_leaves_its_memory(directory, judge_equal):
+    """Prefill of uneven rows and decode in the checked CPU build: bounds, races, unwritten shared memory, divergent barriers."""
+    model = load(directory, device="cpu", max_context=40, prefill_chunk=20, checked=True)
+    state, different = model.new_state(3), []
+    try:
+        model.prefill(ragged(model, [20, 7, 0]), state, [20, 7, 0])
+        model.decode(torch.tensor([1, 2, 3]), state)
+    except KernelError as error:
+        different.append((str(error).splitlines()[0], component_of_kernel(str(error))))
+    judge_equal("checked", "every kernel of the model", len(model.kernels()), different)
 
 
 # ---- calls ----
