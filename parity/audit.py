@@ -176,6 +176,7 @@ class Audit:
     decode_tokens: list[list[int]] = field(default_factory=list)
     twin_values: dict[tuple[int, str, str, int | None], Tensor] = field(default_factory=dict)  # (twin, point, phase, step), KEPT
     memo: dict[Any, Any] = field(default_factory=dict)  # what several gates of one run share
+    broken: Exception | None = None
     _greedy: Greedy | None = None
 
     def __post_init__(self) -> None:
@@ -230,8 +231,14 @@ class Audit:
             self._run("decode", self._decode)
 
     def _run(self, phase: str, run: Callable[[], None]) -> None:
+        if self.broken is not None:
+            raise self.broken
         started = time.perf_counter()
-        run()
+        try:
+            run()
+        except Exception as error:  # not production's: every test shall see it, without running again
+            self.broken = error
+            raise
         self.seconds[phase] = time.perf_counter() - started
         self.done.add(phase)
 

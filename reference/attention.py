@@ -278,6 +278,8 @@ class Attention:
                 every = torch.arange(entries.shape[1]).expand(*position.shape, -1)
                 chosen = every.masked_fill(every >= ops.complete_entries(position, self.ratio)[..., None], -1)
 
+        if entries.shape[1] == 0:
+            chosen = chosen[..., :0]  # given choices have their own width; there is nothing to choose yet
         core = self.core(q, torch.cat((state.kv, kv), 1), entries, chosen, position)
         o = policy.bf16(ops.rope(core, cos[:, :, None], sin[:, :, None], inverse=True))
         emit(f"{self.name}.core", core)

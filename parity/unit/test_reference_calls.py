@@ -135,6 +135,14 @@ def test_replaying_own_choices_changes_nothing(model: Transformer) -> None:
     assert_same(snapshot_of(replayed), snapshot_of(state))
 
 
+def test_choices_may_be_replayed_before_the_first_entry_is_complete(model: Transformer) -> None:
+    """A prompt of three tokens has no entry yet; production lists its index_topk columns of "none" all the same."""
+    tokens, none = text(0, length=3), torch.full((1, 3, 4), -1)
+    given = {f"layers.{n}.attn.selected": none for n in model.layers if model.config.kind(n) == "csa"}
+    own = model.prefill(tokens, model.new_state())
+    assert torch.equal(model.prefill(tokens, model.new_state(), choices=given), own)
+
+
 def test_given_choices_are_used_and_own_choices_shown(model: Transformer) -> None:
     tokens = text(10, length=60)
     points = [f"layers.1.{p}" for p in ("attn.selected", "attn.visible", "ffn.experts", "ffn.weights", "ffn.gate", "hc_ffn.X")]
