@@ -93,7 +93,15 @@ GATES: dict[str, Gate] = {
     "norm": Gate(4e-3, HANDED_DOWN, 1e-3, BF16),
     "logits": Gate(4e-3, HANDED_DOWN, 1e-3, BF16),
     "mhc.sums": Gate(1e-5, 1e-5, 1e-5, "columns are sums of n FP32 numbers normalised last; rows have the limit of comb"),
+    "recall": Gate(3e-3, 3e-3, 3e-3, "requirement M1: recall@k of at least 99.7 % against the oracle of the same formats"),
     "residual": Gate(4e-3, HANDED_DOWN, 1e-3, BF16),
+    "state.open": Gate(4e-3, HANDED_DOWN, 1e-3, BF16 + " of the layer's normed input, through one linear; floor of attn.norm"),
+    "core.witness": Gate(4e-3, 4e-3, 2e-4, "the same keys in FP64, rounded alike: " + BF16 + " that falls the other way"),
+    "sink.sum": Gate(2e-3, 2e-3, 2e-4, "the same keys in FP64, rounded alike: " + BF16 + " that falls the other way"),
+    "attn.mass": Gate(1e-3, 1e-3, 1e-3, "an e4m3 step of one element of q or of a key, as a share of the softmax"),
+    "hc.sums": Gate(4e-3, 4e-3, 2e-4, "the same parts in FP64, rounded alike: " + BF16 + " that falls the other way"),
+    "sinkhorn.iterations": Gate(1e-5, 1e-5, 1e-5, FP32),
+    "residual.slope": Gate(4e-3, 2e-2, 1e-3, "the chance slope of a ratio whose steps scatter by the typical row"),
 }
 
 
@@ -114,6 +122,7 @@ OPERATIONS: dict[str, Operation] = {
     "embed": _operation(0.0, "a copy", "checkpoint loading"),
     "rms_norm": _operation(4e-3, BF16, "norm"),
     "rope": _operation(4e-3, BF16, "rope"),
+    "rope_frequencies": _operation(0.0, "the same FP32 arithmetic", "rope"),
     "act_quant": _operation(0.0, "a rounding", "experts quant"),
     "linear_fp8": _operation(4e-3, BF16, "attention projections"),
     "linear_bf16": _operation(4e-3, BF16, "attention projections"),
