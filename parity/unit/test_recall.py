@@ -1,0 +1,282 @@
+"""Recall against oracles: the arithmetic of the measure, and planted kernel faults that its gate or an operation check sees."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+import torch
+
+from parity import faults, gates
+from parity.recall import judge, judge_set
+from probes.core.recall import (
+    KINDS,
+    best,
+    hadamard,
+    make_case,
+    material_of,
+    measure_case,
+    oracle,
+    random_material,
+    recall,
+    rotate,
+    same_format,
+    score_noise,
+)
+from probes.core.records import State, Verdict
+from probes.recall import select
+from production.launch import open_device
+from reference import ops as ref
+from reference.formats import round_bf16, round_e2m1_blocks
+
+FREQ = ref.yarn_frequencies(64, 160000.0, 16.0, 65536, 32.0, 1.0)
+NAN, INF = math.nan, math.inf
+BASE = Verdict("recall", "recall[test]", "operation", State.NOT_RUN, "1 - recall@k, worst query")
+
+
+@pytest.fixture(scope="module")
+def device():
+    return open_device("cpu")
+
+
+def scores(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+# ---- the measure ----
+
+ROW = scores([0.9, 0.8, 0.5, 0.499, 0.1, -INF])
+
+
+def test_the_best_entries_are_chosen_ties_to_the_lower():
+    tied = scores([1, 2, 2, 2, 0, -INF], [0, 0, 0, 0, 0, 0])
+    assert best(tied, 2).nonzero().tolist() == [[0, 1], [0, 2], [1, 0], [1, 1]]
+    assert best(tied, 9).sum(1).tolist() == [5, 6]
+
+
+def test_the_right_choice_recalls_everything():
+    found = recall(torch.tensor([[0, 1, 2]]), ROW, 3, 0.0)
+    assert (found.mean, found.p1, found.worst, found.lost, found.beyond) == (1, 1, 1, 0, 0)
+    assert found.mass_lost == 0
+
+
+def test_an_exchange_within_the_noise_is_a_near_tie_apart():
+    found = recall(torch.tensor([[0, 1, 3]]), ROW, 3, 0.001)
+    assert found.worst == pytest.approx(2 / 3)
+    assert (found.near_ties, found.beyond, found.lost) == (1, 0, 0)
+    assert recall(torch.tensor([[0, 1, 3]]), ROW, 3, 0.0004).beyond == 1
+
+
+def test_noise_may_differ_from_score_to_score():
+    noise = torch.tensor([[0.0, 0.0, 0.0, 0.001, 0.0, 0.0]])
+    assert recall(torch.tensor([[0, 1, 3]]), ROW, 3, noise).near_ties == 1
+    assert recall(torch.tensor([[0, 1, 4]]), ROW, 3, noise).near_ties == 0
+
+
+def test_the_mass_lost_is_what_the_softmax_of_the_scores_gives():
+    p = torch.softmax(ROW[0, :5], 0)
+    found = recall(torch.tensor([[1, 2, 4]]), ROW, 3, 0.0)
+    assert found.mass_lost == pytest.approx(float(p[0] - p[4]))
+    assert found.largest_gap == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "what"),
+    [([0, 1, 5], "not_allowed"), ([0, 1, 6], "not_allowed"), ([0, 1, 1], "not_allowed"), ([0, 1, -7], "not_allowed"), ([0, 1, -1], "beyond"), ([-1, -1, -1], "beyond")],
+    ids=["not complete", "out of range", "twice", "garbage", "one missing", "none"],
+)
+def test_what_no_noise_excuses(chosen, what):
+    found = recall(torch.tensor([chosen]), ROW, 3, 9.0)
+    assert getattr(found, what) > 0
+    assert found.lost > 0.3
+    assert judge(BASE, found, 1).state is State.FAIL
+
+
+def test_a_query_that_discards_nothing_must_take_everything():
+    few = scores([0.1, 0.2, -INF, -INF])
+    assert recall(torch.tensor([[0, 1, -1]]), few, 3, 0.0).lost == 0
+    found = recall(torch.tensor([[0, -1, -1]]), few, 3, 9.0)
+    assert (found.incomplete, found.lost, found.discarding) == (1, 1.0, 0)
+
+
+def test_nothing_compared_is_no_pass():
+    assert judge(BASE, recall(torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 4), 3, 0.0), 0).state is State.NOT_RUN
+
+
+def test_the_worst_query_counts_not_the_mean():
+    many = torch.arange(1000.0).flip(0).double().expand(400, -1)
+    chosen = torch.arange(500).repeat(400, 1)
+    chosen[7, :2] = torch.tensor([900, 901])
+    found = recall(chosen, many, 500, 0.0)
+    assert found.mean > 0.9999
+    assert found.worst_query == 7
+    assert judge(BASE, found, 400).state is State.FAIL
+
+
+# ---- oracles ----
+
+
+def test_oracles_agree_with_the_reference():
+    case = make_case("real", random_material(3, 64, seed=1), 300, 20, 5)
+    freq = ref.rope_frequencies(32, 10000.0)
+
+    def turned(x, angle):
+        cos, sin = ref.rope_angles(angle, freq)
+        shape = (len(angle), *[1] * (x.dim() - 2), -1)
+        return ref.rope(x, cos.view(shape), sin.view(shape))
+
+    exact = ref.indexer_score(turned(case.q, case.q_angle)[None], turned(case.keys, case.key_angle)[None], case.weights[None], case.complete[None], ref.Sums())[0]
+    assert torch.allclose(oracle(case, freq, None).float(), exact, atol=2e-4)
+
+    def stored(x, angle):
+        return round_e2m1_blocks(round_bf16(ref.hadamard(round_bf16(turned(round_bf16(x), angle)), ref.Sums())))
+
+    same = ref.indexer_score(stored(case.q, case.q_angle)[None], stored(case.keys, case.key_angle)[None], case.weights[None], case.complete[None], ref.Sums())[0]
+    assert torch.equal(oracle(case, freq, same_format(case, freq)).float() == -INF, same == -INF)
+    off = (oracle(case, freq, same_format(case, freq)).float() - same).abs()[same.isfinite()]
+    assert float(off.median()) < 1e-6  # a rounding that falls the other way may move single keys
+
+
+def test_hadamard_is_the_published_matrix_and_its_own_inverse():
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).double()
+    H = torch.tensor([[(-1.0) ** bin(i & j).count("1") for j in range(64)] for i in range(64)]).double() / 8
+    assert torch.allclose(hadamard(x), x @ H)
+    assert torch.allclose(hadamard(hadamard(x)), x)
+
+
+def test_material_takes_rotation_and_hadamard_back():
+    generator = torch.Generator().manual_seed(3)
+    q, keys = torch.randn(2, 9, 3, 64, generator=generator).double(), torch.randn(2, 9, 64, generator=generator).double()
+    position = torch.arange(5, 14).expand(2, 9)
+    valid = torch.ones(2, 9, dtype=torch.bool)
+    valid[1, 6:] = False
+    ended = (position + 1) % 4 == 0
+    freq = ref.rope_frequencies(32, 10000.0)
+    shown_q = hadamard(rotate(q.flatten(0, 1), position.flatten(), freq)).view(q.shape)
+    shown = hadamard(rotate(keys.flatten(0, 1), position.flatten() // 4 * 4, freq)).view(keys.shape).masked_fill(~ended[..., None], NAN)
+    made = material_of(shown_q, torch.ones(2, 9, 3), shown, position, valid, freq, "test")
+    assert torch.allclose(made.q.double(), q[valid], atol=1e-5)
+    assert torch.allclose(made.keys.double(), keys[valid & ended], atol=1e-5)
+
+
+def test_a_giant_key_excuses_nothing_about_the_others():
+    case = make_case("one giant key", random_material(64, 128, seed=5), 512, 16, 2)
+    stored = same_format(case, FREQ)
+    noise = score_noise(case, stored, oracle(case, FREQ, stored))
+    giant = 512 // 3
+    others = [e for e in range(300) if e != giant]
+    assert float(noise[0, others].max()) < 1e-3 * float(noise[0, giant]) + 1e-12
+
+
+# ---- production's kernels ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("heads", "dim"), [(8, 128), (3, 64), (5, 32)], ids=str)
+def test_kernels_recall_what_the_oracle_chooses(kind, heads, dim, device):
+    freq = ref.rope_frequencies(32, 10000.0)[: dim // 4]
+    verdicts, measured = judge_set(device, make_case(kind, random_material(heads, dim, seed=2), 700, 64, 3), freq)
+    for verdict in verdicts:
+        assert verdict.state is State.PASS, verdict.reason
+        assert verdict.rows == 3
+    assert measured.values["discarding"] == 3
+    assert measured.values["own_topk_wrong"] == 0
+
+
+@pytest.mark.slow
+def test_recall_over_the_longest_context(device):
+    """262,144 keys of published width, k = 1024: the last entry is rotated at position 1,048,572."""
+    verdicts, measured = judge_set(device, make_case("real", random_material(8, 128, seed=4), 262_144, 1024, 1), FREQ)
+    assert [verdict.state for verdict in verdicts] == [State.PASS, State.PASS], verdicts
+    assert measured.values["exact_mean"] < 1
+
+
+# ---- planted faults ----
+
+
+def edit(file, find, replace):
+    return faults.Edit(file, find, replace)
+
+
+HALF_SPLIT = edit(
+    "kernels/rope.cu",
+    """      __nv_bfloat16 *pair = x + blockIdx.x * token_stride + head * head_stride + (dim - 2 * half_r + 2 * i);
+      const float a = from_bf16(pair[0]), b = from_bf16(pair[1]);
+      pair[0] = to_bf16(a * c - b * s);
+      pair[1] = to_bf16(a * s + b * c);""",
+    """      __nv_bfloat16 *pair = x + blockIdx.x * token_stride + head * head_stride + (dim - 2 * half_r + i);
+      const float a = from_bf16(pair[0]), b = from_bf16(pair[half_r]);
+      pair[0] = to_bf16(a * c - b * s);
+      pair[half_r] = to_bf16(a * s + b * c);""",
+)
+PLANTED = {
+    "B022 half-split rotation": ("real", [HALF_SPLIT]),
+    "B024 the scale of a block's first key": (
+        "real",
+        [edit(
+            "kernels/indexer.cu",
+            "const float scale = e8m0_decode(scales[batch * scales_row_stride + (first + k) * scales_entry_stride + block]);",
+            "const float scale = e8m0_decode(scales[batch * scales_row_stride + (first + k) / 64 * 64 * scales_entry_stride + block]);",
+        )],
+    ),
+    "B030 candidates of equal score dropped": ("ties", [edit("kernels/topk.cu", "(key == prefix && ties++ < rest)", "(key == prefix && ties++ < min(rest, 16))")]),
+    "B032 length in raw tokens": (
+        "real",
+        [
+            edit("kernels/indexer.cu", "{ return (p + 1) / ratio; }", "{ return p + 1; }"),
+            edit("kernels/topk.cu", "{ return min((p + 1) / ratio, E); }", "{ return min(p + 1, E); }"),
+        ],
+    ),
+    "B036 head weights in bf16": (
+        "real",
+        [edit(
+            "kernels/indexer.cu",
+            "((part[1] + part[5]) + (part[3] + part[7]));\n      total = fmaf(weights[token * weights_stride + h], ",
+            "((part[1] + part[5]) + (part[3] + part[7]));\n      total = fmaf(from_bf16(to_bf16(weights[token * weights_stride + h])), ",
+        )],
+    ),
+    "B038 e4m3 before the Hadamard step": (
+        "real",
+        [edit(
+            "kernels/kv_store.cu",
+            "for (int i = lane; i < di; i += WARP) key_values[i] = from_bf16(x[i]);",
+            "for (int i = lane; i < di; i += WARP) key_values[i] = __uint_as_float((__float_as_uint(from_bf16(x[i])) + 0x80000u) & 0xFFF00000u);",
+        )],
+    ),
+    "B042 top-k over 2048 entries": ("real", [edit("kernels/topk.cu", "const int seen = visible_entries(p, ratio, E);\n  if (seen <= k)", "const int seen = min(2048, visible_entries(p, ratio, E));\n  if (seen <= k)")]),
+}  # fmt: skip
+
+# What recall alone lets pass, and what shows in the typical score: top-k leaves it right, a wrong scale is mostly the same one.
+BELOW_THE_GATE = {"B036 head weights in bf16"}
+WRONG_SCORES = {name for name in PLANTED if name[:4] in ("B022", "B036", "B038")}
+
+
+@pytest.fixture(scope="module")
+def material():
+    """Keys of a few hundred tokens' worth, 8 heads of 128."""
+    return random_material(8, 128, seed=6)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_turns_the_recall_gate_red(name, material):
+    kind, edits = PLANTED[name]
+    case = make_case(kind, material, 4096, 512, 2)
+    copy = faults.plant(faults.Fault(name.split()[0], name, tuple(edits)))
+    try:
+        (chosen, scores), _ = judge_set(open_device("cpu", kernels_dir=copy / "kernels"), case, FREQ)
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+    assert (chosen.state is State.FAIL) == (name not in BELOW_THE_GATE)
+    assert (scores.state is State.FAIL) == (name in WRONG_SCORES)
+    assert chosen.component == scores.component == "indexer"
+
+
+def test_without_a_fault_the_same_sets_pass(material, device):
+    for kind in {kind for kind, _ in PLANTED.values()}:
+        case = make_case(kind, material, 4096, 512, 2)
+        found, exact, facts = measure_case(case, FREQ, select(device, case, FREQ))
+        assert found.lost == 0
+        assert facts["own_topk_wrong"] == 0
+        assert exact.worst < 1
+        assert found.lost <= gates.GATES["recall"].isolated
