@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from parity import gates
-from parity.audit import Audit, Floor, absent_rows, row_errors, rows_of
+from parity.audit import Audit, Floor
 from parity.gates import GATES, Gate
 from parity.selection import Case
 from probes.core.records import State, Verdict
+from probes.core.rows import absent_rows, row_errors, rows_of
 from probes.core.trace import PassKey, grow_last
 from reference.points import INDICES, SCORES, PointSpec, spec_of
 
@@ -342,7 +343,10 @@ def judge_residual(audit: Audit, layer: int, phase: str) -> Verdict:
 
 
 def judge_flips(audit: Audit, phase: str) -> Verdict:
-    """Most likely tokens: a flip is allowed where the reference's margin is below twice that row's largest logit error."""
+    """Most likely tokens: a flip is allowed where the reference's margin is below twice k x the twins' worst logit error.
+
+    NOTE: production's own error is no measure here: whatever it is, a flip's margin is never above twice that.
+    """
     base = Verdict("logits.top1", "logits", "free", State.NOT_RUN, "flips beyond the margin", phase=phase, component="head", why="a flip needs an error of half the margin on both tokens")
     got, want = (whole_phase(audit, who, "logits", phase) for who in ("production", "reference"))
     if got is None or want is None:
@@ -351,18 +355,27 @@ def judge_flips(audit: Audit, phase: str) -> Verdict:
     flipped = got_top != want_top
     row = torch.arange(got.shape[0])
     margin = want[row, want_top] - want[row, got_top]
-    error = (got - want).abs().amax(-1)
-    beyond = (flipped & ~(margin < 2 * error)) | got.isnan().any(-1)
-    judgement = gates.judge_exact(int(beyond.sum()), got.shape[0], "rows flip beyond the margin")
+    floor = audit.floor("free", "logits")
+    beyond = (flipped & ~(margin <= flip_margin(floor))) | got.isnan().any(-1)
+    judgement = gates.judge_exact(int(beyond.sum()), got.shape[0] if floor.rows else 0, "rows flip beyond the margin")
     return replace(
-        base, state=judgement.state, reason=judgement.reason, value=float(beyond.sum()), limit=0.0, spent=judgement.spent, rows=got.shape[0],
-        near_ties=int((flipped & ~beyond).sum()), details={"flips": int(flipped.sum()), "agreement": float((~flipped).float().mean()), "largest_error": float(error.max())},
+        base, state=judgement.state, reason=judgement.reason, value=float(beyond.sum()), limit=0.0, spent=judgement.spent, rows=got.shape[0], floor=floor.absolute,
+        near_ties=int((flipped & ~beyond).sum()),
+        details={
+            "flips": int(flipped.sum()), "agreement": float((~flipped).float().mean()), "allowed_margin": flip_margin(floor),
+            "largest_margin": float(margin[flipped].max()) if flipped.any() else 0.0, "largest_error": float((got - want).abs().max()),
+        },
     )  # fmt: skip
+
+
+def flip_margin(floor: Floor) -> float:
+    """The largest margin between two tokens that noise can turn round: the limit of the logit error, on both of them."""
+    return 2 * gates.K_FREE * floor.absolute
 
 
 def judge_greedy(audit: Audit) -> Verdict:
     """Both models continue greedily; the first differing token must be a near-tie of the reference."""
-    base = Verdict("greedy", "logits", "free", State.NOT_RUN, "continuations that part beyond the margin", phase="decode", component="head", why="the first difference must lie within twice that step's largest logit error")
+    base = Verdict("greedy", "logits", "free", State.NOT_RUN, "continuations that part beyond the margin", phase="decode", component="head", why="the first difference must lie within twice k x the twins' worst logit error")
     audit.ensure("prefill")
     if audit.crash is not None:
         return replace(base, reason=f"production stopped in {audit.crash.phase}: {audit.crash.message}")
@@ -370,13 +383,11 @@ def judge_greedy(audit: Audit) -> Verdict:
     if result is None:
         assert audit.crash is not None
         return replace(base, state=State.FAIL, reason=f"production stopped: {audit.crash.message}")
-    beyond = [
-        b for b, first in enumerate(result.first_difference)
-        if first is not None and not (result.margin[b] or 0.0) < 2 * (result.logit_error[b] or 0.0)
-    ]  # fmt: skip
-    judgement = gates.judge_exact(len(beyond), len(result.reference) if result.tokens else 0, "rows part beyond the margin")
+    floor = audit.floor("free", "logits")
+    beyond = [b for b, first in enumerate(result.first_difference) if first is not None and not (result.margin[b] or 0.0) <= flip_margin(floor)]
+    judgement = gates.judge_exact(len(beyond), len(result.reference) if result.tokens and floor.rows else 0, "rows part beyond the margin")
     near = sum(first is not None for first in result.first_difference) - len(beyond)
     return replace(
         base, state=judgement.state, reason=judgement.reason, value=float(len(beyond)), limit=0.0, spent=judgement.spent, rows=len(result.reference), near_ties=near,
-        details={"first_difference": result.first_difference, "margin": result.margin, "logit_error": result.logit_error, "tokens": result.tokens},
+        details={"first_difference": result.first_difference, "margin": result.margin, "allowed_margin": flip_margin(floor), "logit_error": result.logit_error, "tokens": result.tokens},
     )  # fmt: skip

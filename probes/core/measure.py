@@ -1,6 +1,7 @@
 """Measurements of one value: mixing matrices, residual streams, visible keys. Numbers and places, no opinion.
 
     sinkhorn_measurement(comb, pre, post)            comb [b, s, n, n], pre and post [b, s, n]
+    sinkhorn_trail(start, iters, eps)                the same matrix after every half step; nearest_step says which one was used
     residual_measurement(X, before, ...)             X [b, s, n, D]
     visible_measurement(visible, positions, ...)     visible [b, s, W + entries]
 
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 CONVERGED = 1e-6  # both sums of a doubly stochastic matrix are this close to 1
-FAULTS = ("future", "unfinished", "stale", "hole", "duplicate")
+RATIOS = (4, 128)  # what layers compress by
+FAULTS = ("pad", "ratio", "edge", "future", "unfinished", "stale", "hole", "duplicate")
 
 
 def _rows(value: Tensor, valid: Tensor | None) -> Tensor:
@@ -119,6 +121,39 @@ def sinkhorn_history(matrix: Tensor, count: int) -> list[float]:
     return out
 
 
+def sinkhorn_trail(start: Tensor, iters: int, eps: float) -> list[tuple[str, Tensor]]:
+    """Every half step of the model's own Sinkhorn: start [..., n, n] is softmax + eps, before any normalisation.
+
+    -> ("1 columns", comb), ("2 rows", ..), ("2 columns", ..) .. up to `iters`; each sum is divided by (sum + eps)
+    """
+    comb = start / (start.sum(-2, keepdim=True) + eps)
+    trail = [("1 columns", comb)]
+    for iteration in range(2, iters + 1):
+        for axis, name in ((-1, "rows"), (-2, "columns")):
+            comb = comb / (comb.sum(axis, keepdim=True) + eps)
+            trail.append((f"{iteration} {name}", comb))
+    return trail
+
+
+def sinkhorn_residuals(trail: Sequence[tuple[str, Tensor]]) -> list[float]:
+    """Largest deviation of a row or column sum from 1 after each whole iteration."""
+    return [float(_deviation(comb.double().flatten(0, -3)).max()) for name, comb in trail if name.endswith("columns")]
+
+
+def nearest_step(comb: Tensor, trail: Sequence[tuple[str, Tensor]], due: str = "") -> tuple[str, float]:
+    """The half step whose matrices comb [..., n, n] is nearest to over all queries together, and that relative distance.
+
+    due   the half step that should be it: named where another one is less than twice as near (converged matrices)
+    """
+    want = comb.double()
+    size = want.norm()
+    distances = {name: float(((step.double() - want).norm() / size).nan_to_num(math.inf)) for name, step in trail}
+    best = min(distances, key=lambda name: distances[name])
+    if due in distances and distances[due] <= 2 * distances[best] + CONVERGED:
+        best = due
+    return best, distances[best]
+
+
 def matrix_distance(got: Tensor, want: Tensor, valid: Tensor | None = None) -> dict[str, Any]:
     """Distance of two comb [b, s, n, n] as matrices, which sums cannot see.
 
@@ -163,6 +198,8 @@ def residual_measurement(
     from_comb          rms of sum_i comb[i, j] before[i], over rms of before
     from_post          rms of post[j] * y, over rms of before
     into_block         rms of sum_i pre[i] before[i], over rms of before
+    comb_norm          largest spectral norm of comb; comb_bound  largest share of it that a query's |comb part| uses, at most 1
+    remainder          X - post * y must be the comb part: largest |X - post * y - comb part| over |X| of a query
     """
     x = _rows(X, valid)  # [queries, n, D]
     out: dict[str, Any] = {"queries": len(x)}
@@ -183,10 +220,19 @@ def residual_measurement(
     over = (lambda value: value / size) if size else (lambda value: math.inf if value else math.nan)
     each, each_old = x.flatten(1).norm(dim=1), old.flatten(1).norm(dim=1)
     out |= {"growth": over(_rms(x)), "growth_max": float((each / each_old).max())}
+    mixed = added = None
     if comb is not None:
-        out["from_comb"] = over(_rms(torch.einsum("qij,qid->qjd", _rows(comb, valid), old)))
+        matrix = _rows(comb, valid)
+        mixed = torch.einsum("qij,qid->qjd", matrix, old)
+        out["from_comb"] = over(_rms(mixed))
+        norms = torch.linalg.matrix_norm(matrix, 2) if matrix.isfinite().all() else torch.full((len(matrix),), math.nan)
+        out["comb_norm"] = float(norms.max())
+        out["comb_bound"] = float((mixed.flatten(1).norm(dim=1) / (norms * each_old)).max())
     if post is not None and y is not None:
-        out["from_post"] = over(_rms(_rows(post, valid)[:, :, None] * _rows(y, valid)[:, None, :]))
+        added = _rows(post, valid)[:, :, None] * _rows(y, valid)[:, None, :]
+        out["from_post"] = over(_rms(added))
+    if mixed is not None and added is not None:
+        out["remainder"] = float(((x - added - mixed).flatten(1).norm(dim=1) / each).max())
     if pre is not None:
         out["into_block"] = over(_rms(torch.einsum("qi,qid->qd", _rows(pre, valid), old)))
     return out
@@ -202,16 +248,25 @@ def visible_measurement(
     ratio: int,
     valid: Tensor | None = None,
     index_topk: int | None = None,
+    lengths: Tensor | None = None,
+    ratios: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Check the keys that each query read against the rule of the query's own position, without another model.
 
     visible      [b, s, W + entries], -1 = none; positions [b, s]; ratio 0: no entries may be seen
     index_topk   of a CSA layer: that many entries, all when fewer are complete; None: every complete entry
+    lengths      [b] tokens of each row when this call is a right-padded prefill: positions from there on are pads
+    ratios       of other layer kinds (RATIOS): a set that fits the rule of one of these instead is `ratio`
 
-    Per class, queries (how many), first ([b, s] and position of the first) and keys (the first one's, at most 8):
+    Per class, queries (how many), first ([b, s] and position of the first), keys (the first one's, at most 8) and tokens
+    (the ranges that those keys stand for). A query may be in several classes, the first that fits explains its window part
+    and its entry part:
+    pad          a key where the row holds padding, or an unused place of the list read as a key (one number fills it up)
+    ratio        entries 0 .. n - 1 as another ratio counts them; any entry in a layer without a ratio
+    edge         an unbroken run of window positions with the wrong first or last one; no window key at all
     future       a window position, or an entry that starts, after the query
     unfinished   an entry whose group is not complete at the query
-    stale        a window position that has left the window
+    stale        a window position that has left the window: what the slot held before
     hole         a window position or (where all are seen) a complete entry that is missing; CSA: fewer entries than it must have
     duplicate    a key read twice; CSA: more entries than index_topk
     """
@@ -221,37 +276,90 @@ def visible_measurement(
     at = p[..., None]
     used_near, used_far = near >= 0, far >= 0
     complete = (p + 1) // ratio if ratio else torch.zeros_like(p)
-    begins = far * ratio if ratio else torch.full_like(far, torch.iinfo(torch.int64).max)
-    future = torch.cat([used_near & (near > at), used_far & (begins > at)], -1)
-    unfinished = used_far & (far >= complete[..., None]) & (begins <= at)
-    stale = used_near & (near < at - window + 1)
-    twice_near, twice_far = _repeated(near), _repeated(far)
-    right_near = _distinct(torch.where((near <= at) & ~stale, near, -1))
-    right_far = _distinct(torch.where(far < complete[..., None], far, -1))
     must_far = complete if index_topk is None else complete.clamp(max=index_topk)
+    begins = far * ratio if ratio else torch.full_like(far, torch.iinfo(torch.int64).max)
+    nothing = torch.zeros_like(chosen)
+
+    # Explanations of the whole window part or the whole entry part come first.
+    padded = visible < -1
+    if lengths is not None:
+        ends = lengths.cpu().long()[:, None, None]
+        padded[..., :window] |= near >= ends
+        if ratio:
+            padded[..., window:] |= used_far & (begins >= ends)
+    surplus, repeats = used_far.sum(-1) - must_far, _repeated(far)
+    ordered = far.sort(dim=-1).values
+    one_number = repeats.any(-1) & (_distinct(torch.where(_first_column_off(repeats), ordered, -1)) == 1)
+    fills = one_number & (surplus > 0) & used_far.all(-1)
+    padded[..., window:] |= (fills & (far.shape[-1] > 0))[..., None] & used_far & (far == _mode_of(ordered, repeats)[..., None])
+    pad_near, pad_far = padded[..., :window].any(-1), padded[..., window:].any(-1)
+    seen = used_far.sum(-1)
+    prefix = (seen > 0) & ~repeats.any(-1) & (far.amax(-1) == seen - 1) if far.shape[-1] else nothing
+    other = nothing
+    for m in ratios:
+        if m != ratio:
+            other = other | (seen == ((p + 1) // m if index_topk is None else ((p + 1) // m).clamp(max=index_topk)))
+    wrong_ratio = (prefix & other & (seen != must_far) & ~pad_far) if ratio else used_far.any(-1) & ~pad_far
+    first, last = torch.where(used_near, near, torch.iinfo(torch.int64).max).amin(-1), near.amax(-1)
+    run = (used_near.sum(-1) == last - first + 1) & ~_repeated(near).any(-1) & (last <= p)
+    no_window = ~used_near.any(-1)
+    edge = (run & ((first != (p - window + 1).clamp(min=0)) | (last != p)) | no_window) & ~pad_near
+    near_open, far_open = ~(pad_near | edge)[..., None], ~(pad_far | wrong_ratio)[..., None]
+
+    future = torch.cat([used_near & (near > at) & near_open, used_far & (begins > at) & far_open], -1)
+    unfinished = used_far & (far >= complete[..., None]) & (begins <= at) & far_open
+    stale_key = used_near & (near < at - window + 1)
+    stale = stale_key & near_open
+    right_near = _distinct(torch.where((near <= at) & ~stale_key, near, -1))
+    right_far = _distinct(torch.where(far < complete[..., None], far, -1))
     holes = (torch.minimum(p + 1, torch.full_like(p, window)) - right_near, must_far - right_far)
     found = {
+        "pad": pad_near | pad_far,
+        "ratio": wrong_ratio,
+        "edge": edge,
         "future": future.any(-1),
         "unfinished": unfinished.any(-1),
         "stale": stale.any(-1),
-        "hole": (holes[0] > 0) | (holes[1] > 0),
-        "duplicate": twice_near.any(-1)
-        | twice_far.any(-1)
-        | (used_far.sum(-1) > must_far) & ~unfinished.any(-1) & ~future.any(-1),
+        "hole": (holes[0] > 0) & near_open[..., 0] | (holes[1] > 0) & far_open[..., 0],
+        "duplicate": _repeated(near).any(-1) & ~pad_near
+        | repeats.any(-1) & ~pad_far
+        | (surplus > 0) & ~unfinished.any(-1) & ~future.any(-1) & far_open[..., 0],
     }
-    keys = {"future": (visible, future), "unfinished": (far, unfinished), "stale": (near, stale)}
+    blank = torch.zeros_like(near, dtype=torch.bool)
+    keys = {
+        "pad": padded,
+        "ratio": torch.cat([blank, used_far], -1),
+        "edge": torch.cat([used_near, torch.zeros_like(used_far)], -1),
+        "future": future,
+        "unfinished": torch.cat([blank, unfinished], -1),
+        "stale": torch.cat([stale, torch.zeros_like(used_far)], -1),
+    }
     out: dict[str, Any] = {"queries": int(chosen.sum()), "keys": int(((visible >= 0) & chosen[..., None]).sum())}
     for name in FAULTS:
         wrong = found[name] & chosen
         out[name] = {"queries": int(wrong.sum())}
         if bool(wrong.any()):
-            b, s = (int(i) for i in wrong.nonzero()[0])
+            b, s = (int(i) for i in wrong.nonzero()[int(wrong.nonzero()[:, 1].argmin())])
             out[name] |= {"first": [b, s], "position": int(p[b, s])}
             if name in keys:
-                value, mask = keys[name]
-                out[name]["keys"] = value[b, s][mask[b, s]][:8].tolist()
+                row, mask = visible[b, s], keys[name][b, s]
+                out[name]["keys"] = row[mask][:8].tolist()
+                tokens = ranges_of(row[:window][mask[:window]].tolist()), ranges_of(row[window:][mask[window:]].tolist(), ratio or 1)
+                out[name]["tokens"] = [list(r) for part in tokens for r in part][:8]
     out["wrong"] = int((torch.stack([found[name] for name in FAULTS]).any(0) & chosen).sum())
     return out
+
+
+def _first_column_off(repeats: Tensor) -> Tensor:
+    """Marks over sorted columns 1.. as marks over all columns."""
+    return torch.nn.functional.pad(repeats, (1, 0), value=False)
+
+
+def _mode_of(ordered: Tensor, repeats: Tensor) -> Tensor:
+    """The number that is repeated, -2 where none is. ordered [..., k] sorted."""
+    if ordered.shape[-1] == 0:
+        return torch.full(ordered.shape[:-1], -2, dtype=torch.int64)
+    return torch.where(_first_column_off(repeats), ordered, -2).amax(-1)
 
 
 def _distinct(value: Tensor) -> Tensor:

@@ -1,0 +1,494 @@
+"""Gates whose witness is neither model: production's values must follow from production's own values.
+
+    attention   attn.core against plain FP64 softmax attention over the keys that production stored and says it read
+    sink        what the weights behind attn.core sum to, against 1 - the sink's share
+    masses      share of attention on raw, pooled and sink, production against the reference, both on the reference's input
+    visible     the keys against the rule of the query's own position
+    mixing      hc_post and hc_pre sums of production's own pre, post, comb, y and X, in FP64
+    Sinkhorn    comb against the reference's operations on production's own X, after every half step
+
+The first of these needs no agreement between the models, so it holds in the free-running chain at any step.
+Limits: gates.py. Tests: parity/unit/test_witness.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity import gates
+from parity.audit import Audit, Floor
+from parity.evaluate import flip_margin, judge_greedy, judge_values, whole_phase
+from parity.gates import GATES
+from probes.core.attention import PARTS, Attended, Keys, attend, stored_keys, weight_sum
+from probes.core.drift import slope
+from probes.core.measure import FAULTS, RATIOS, nearest_step, sinkhorn_trail, visible_measurement
+from probes.core.records import State, Verdict
+from probes.core.text import degeneration, top_agreement
+from probes.core.trace import join
+from reference import ops
+from reference.ops import Sums
+from reference.points import VALUES, spec_of
+
+# Which part of the stack each class of a wrong key points at.
+BLAMED = {
+    "pad": "visibility mask", "ratio": "visibility mask", "edge": "SWA ring", "future": "visibility mask",
+    "unfinished": "visibility mask", "stale": "SWA ring", "hole": "visibility mask", "duplicate": "visibility mask",
+}  # fmt: skip
+
+
+def _missing(audit: Audit, base: Verdict, points: list[tuple[str, str]], phase: str) -> Verdict | None:
+    """Not run, when a tap did not fire in every pass of the phase."""
+    audit.ensure(phase)
+    expected = 1 if phase == "prefill" else audit.plan.steps
+    for who, point in points:
+        fired = audit.fired(who, point, phase, _steps(audit, phase))
+        if fired < max(expected, 1):
+            reason = f"tap {point} fired {fired} of {expected} times in {who}"
+            if audit.crash is not None:
+                reason = f"production stopped in {audit.crash.phase}: {audit.crash.message}"
+            return replace(base, reason=reason)
+    return None
+
+
+def _steps(audit: Audit, phase: str) -> tuple[int, int] | None:
+    return None if phase == "prefill" else (0, audit.plan.steps - 1)
+
+
+def _remember(audit: Audit, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    if key not in audit.memo:
+        audit.memo[key] = make()
+    return audit.memo[key]
+
+
+# ---- keys that were stored, and plain attention over them ----
+
+
+def _positions(audit: Audit, phase: str) -> Tensor:
+    """[b, s] positions of a phase, -1 at pads."""
+    position = audit.positions(phase, _steps(audit, phase))
+    return torch.where(audit.valid_over(phase, _steps(audit, phase)), position, -1)
+
+
+def _shown(audit: Audit, who: str, name: str, layer: int, phases: tuple[str, ...]) -> Tensor:
+    point = f"layers.{layer}.{name}"
+    return torch.cat([audit.values(who, point, phase, _steps(audit, phase)) for phase in phases], 1)
+
+
+def _tables(audit: Audit, who: str, layer: int, phases: tuple[str, ...]) -> Keys:
+    """What a run showed as stored, over phases."""
+    ratio = audit.config.ratio(layer)
+    position = torch.cat([_positions(audit, phase) for phase in phases], 1)
+    entries = _shown(audit, who, "attn.compressor", layer, phases) if ratio else None
+    return stored_keys(_shown(audit, who, "attn.kv", layer, phases), position, entries, ratio, int(position.max()) + 1)
+
+
+def _through(phase: str) -> tuple[str, ...]:
+    return ("prefill",) if phase == "prefill" else ("prefill", "decode")
+
+
+def attended(audit: Audit, who: str, layer: int, phase: str) -> Attended:
+    """FP64 attention of a whole run (`production` or `reference`, each on its own chain) over its own stored keys."""
+
+    def make() -> Attended:
+        c = audit.config
+        name = f"layers.{layer}.attn"
+        q, visible = (audit.values(who, f"{name}.{point}", phase, _steps(audit, phase)) for point in ("q", "visible"))
+        keys = _tables(audit, who, layer, _through(phase))
+        sink = audit.reference.blocks[layer].attn.attn_sink
+        return attend(q, visible, _positions(audit, phase), keys, sink, c.sliding_window, c.ratio(layer))
+
+    return _remember(audit, ("attended", who, layer, phase), make)  # type: ignore[no-any-return]
+
+
+ATTENTION = ("attn.q", "attn.kv", "attn.visible", "attn.core")
+
+
+def _attention_points(audit: Audit, who: str, layer: int) -> list[tuple[str, str]]:
+    names = [*ATTENTION, *(["attn.compressor"] if audit.config.ratio(layer) else [])]
+    return [(who, f"layers.{layer}.{name}") for name in names]
+
+
+def judge_core(audit: Audit, layer: int, phase: str) -> Verdict:
+    """production's attn.core against plain softmax attention on its own q and its own stored keys, free-running (P1)."""
+    point, gate = f"layers.{layer}.attn.core", GATES["core.witness"]
+    base = Verdict("core.witness", point, "free", State.NOT_RUN, "worst row rel-L2 to plain attention", layer=layer, phase=phase, component="attention core", why=gate.why)
+    for part in ("prefill", phase):
+        missing = _missing(audit, base, _attention_points(audit, "production", layer), part)
+        if missing is not None:
+            return missing
+    plain = attended(audit, "production", layer, phase)
+    got = audit.values("production", point, phase, _steps(audit, phase))
+    valid = audit.valid_over(phase, _steps(audit, phase))
+    unstored = int(plain.unstored[valid].sum())
+    verdict = judge_values(base, spec_of(point), gate, "isolated", got, _rounded(audit, plain.out), valid, _exact(valid))
+    if unstored:
+        where = ((plain.unstored > 0) & valid).nonzero()[0].tolist()
+        return replace(verdict, state=State.FAIL, spent=math.inf, where=where, reason=f"{unstored} keys were read that were never stored, first by query {where}")
+    if verdict.state is State.FAIL and _only_scaled(got, plain, valid, verdict.limit or 0.0):
+        verdict = replace(verdict, component="sink", reason=verdict.reason + "; rows are right up to a factor: the sum of the weights is wrong")
+    return _at_step(audit, verdict, phase)
+
+
+def _rounded(audit: Audit, out: Tensor) -> Tensor:
+    """As production stores it: what rounding alone costs."""
+    return out.bfloat16().double() if "bf16" in audit.production.policy else out.float().double()
+
+
+def _exact(valid: Tensor) -> Floor:
+    """The floor of a witness that rounds as production does: none; what a flipped rounding costs is the gate's epsilon."""
+    return Floor(rows=int(valid.sum()))
+
+
+def _only_scaled(got: Tensor, plain: Attended, valid: Tensor, limit: float) -> bool:
+    """True when every row agrees after a factor of its own."""
+    g, w = got.double(), plain.out.double()
+    factor = (g * w).sum(-1, keepdim=True) / g.square().sum(-1, keepdim=True)
+    factor = torch.where(factor.isfinite(), factor, 1.0)
+    dead = g.square().sum(-1) == 0  # a head whose sink takes everything
+    error = ((g * factor - w).norm(dim=-1) / w.norm(dim=-1)).masked_fill(dead, 0.0)
+    return bool((error[valid] <= limit).all())
+
+
+def _at_step(audit: Audit, verdict: Verdict, phase: str) -> Verdict:
+    """Name the decode step of the worst and of the first bad row: decode steps stand along s."""
+    if phase == "prefill":
+        return verdict
+    details = dict(verdict.details)
+    if "first" in details:
+        details["first_step"] = details["first"][1]
+    worst = verdict.where[1] if len(verdict.where) > 1 else None
+    return replace(verdict, worst_step=worst, step_first=0, step_last=audit.plan.steps - 1, details=details)
+
+
+# ---- sink ----
+
+
+def judge_sink(audit: Audit, layer: int, phase: str) -> Verdict:
+    """The weights behind production's attn.core sum to 1 - the sink's share, per head and query, free-running (D6)."""
+    point, gate = f"layers.{layer}.attn.core", GATES["sink.sum"]
+    base = Verdict("sink.sum", point, "free", State.NOT_RUN, "sum of the weights off 1 - sink share by", layer=layer, phase=phase, component="sink", why=gate.why)
+    for part in ("prefill", phase):
+        missing = _missing(audit, base, _attention_points(audit, "production", layer), part)
+        if missing is not None:
+            return missing
+    plain = attended(audit, "production", layer, phase)
+    valid = audit.valid_over(phase, _steps(audit, phase))
+    share = plain.mass["sink"]
+    # Both sums are read off outputs that are rounded alike, so what the rounding does to the estimate cancels.
+    got, due = (weight_sum(out, plain.out, share) for out in (audit.values("production", point, phase, _steps(audit, phase)), _rounded(audit, plain.out)))
+    usable = valid[..., None] & (share < 1)
+    off = (got - due).abs().masked_fill(~usable, -1.0)
+    off = torch.where(off.isnan(), torch.inf, off)
+    at = [int(i) for i in torch.unravel_index(off.argmax(), off.shape)]
+    count, floor = int(usable.sum()), 0.0
+    judged = gates.judge(float(off.max()), floor, gate.isolated, gate.k("isolated"), count, "sum of the weights off 1 - sink share by")
+    b, s, h = at
+    per_head = share.flatten(0, 1)[valid.flatten()].mean(0)
+    details: dict[str, Any] = {"head": h, "sink_share": float(share[b, s, h]), "weights_sum_to": float(got[b, s, h]), "mean_sink_share_per_head": [round(float(x), 6) for x in per_head]}
+    if judged.state is State.FAIL:
+        over = (~(off <= judged.limit) & usable).any(-1).nonzero()
+        details["first"] = over[over[:, 1].argmin()].tolist()
+    verdict = replace(
+        base, state=judged.state, reason=judged.reason, value=float(off.max()), limit=judged.limit, spent=judged.spent, floor=floor, k=gate.k("isolated"),
+        eps=gate.isolated, where=at, rows=count, got=float(got[b, s, h]), want=float(due[b, s, h]), element=at, details=details,
+    )  # fmt: skip
+    return _at_step(audit, verdict, phase)
+
+
+# ---- where the attention goes ----
+
+
+def masses(audit: Audit, who: str, layer: int, phase: str, twin: int | None = None) -> dict[str, Tensor]:
+    """Shares of attention [b, s, h] by part on the reference's input: `reference`, `isolated`, or a twin's q and keys.
+
+    In decode the earlier keys are the reference's (the state was transplanted); only the query's own key is the model's.
+    """
+
+    def make() -> dict[str, Tensor]:
+        c, steps = audit.config, _steps(audit, phase)
+        ratio, name = c.ratio(layer), f"layers.{layer}.attn"
+        position = _positions(audit, phase)
+
+        def value(point: str) -> Tensor:
+            if twin is None:
+                return audit.values(who, f"{name}.{point}", phase, steps)
+            asked: list[int | None] = [None] if phase == "prefill" else list(range(audit.plan.steps))
+            return join(f"{name}.{point}", [audit.twin_values[twin, f"{name}.{point}", phase, step].float() for step in asked])
+
+        visible = audit.values("reference" if twin is not None else who, f"{name}.visible", phase, steps)
+        size = int(audit.positions(phase, steps).max()) + 1
+        own = stored_keys(value("kv"), position, value("compressor") if ratio else None, ratio, size)
+        keys = own if phase == "prefill" else _tables(audit, "reference", layer, ("prefill", "decode"))
+        sink = audit.reference.blocks[layer].attn.attn_sink
+        found = attend(value("q"), visible, position, keys, sink, c.sliding_window, ratio, None if phase == "prefill" else own, torch.float32)
+        return found.mass
+
+    return _remember(audit, ("mass", who, twin, layer, phase), make)  # type: ignore[no-any-return]
+
+
+def judge_masses(audit: Audit, layer: int, phase: str) -> Verdict:
+    """Attention on raw and pooled copies of the same tokens, on all window and all compressed keys, and on the sink (P5)."""
+    point, gate = f"layers.{layer}.attn.core", GATES["attn.mass"]
+    base = Verdict("attn.mass", point, "isolated", State.NOT_RUN, "share of attention, largest difference", layer=layer, phase=phase, component="attention core", local=True, why=gate.why)
+    points = [p for who in ("isolated", "reference") for p in _attention_points(audit, who, layer)]
+    for part in ("prefill", phase):
+        missing = _missing(audit, base, points, part)
+        if missing is not None:
+            return missing
+    valid = audit.valid_over(phase, _steps(audit, phase))
+    got, want = masses(audit, "isolated", layer, phase), masses(audit, "reference", layer, phase)
+    twins = [masses(audit, "twin", layer, phase, i) for i in range(len(audit.twins)) if _twin_kept(audit, i, layer, phase)]
+    worst, parts, decisive = None, {}, None
+    for part in PARTS:
+        off = (got[part] - want[part]).abs().double().masked_fill(~valid[..., None], -1.0)
+        off = torch.where(off.isnan(), torch.inf, off)
+        floor = max((float((t[part] - want[part]).abs()[valid].max()) for t in twins), default=math.nan)
+        judged = gates.judge(float(off.max()), floor, gate.isolated, gate.k("isolated"), int(valid.sum()), f"share of attention on {part}: differs by")
+        parts[part] = {"difference": float(off.max()), "floor": floor, "limit": judged.limit}
+        if worst is None or (judged.state is not State.PASS, judged.spent) > (worst[0].state is not State.PASS, worst[0].spent):
+            worst, decisive = (judged, floor), off
+    assert worst is not None
+    assert decisive is not None
+    judged, floor = worst
+    at = [int(i) for i in torch.unravel_index(decisive.argmax(), decisive.shape)]
+    verdict = replace(
+        base, state=judged.state, reason=judged.reason, value=float(decisive.max()), limit=judged.limit, spent=judged.spent, floor=floor, k=gate.k("isolated"),
+        eps=gate.isolated, where=at, rows=int(valid.sum()) * len(PARTS), details={"parts": parts},
+    )  # fmt: skip
+    return _at_step(audit, verdict, phase)
+
+
+def _twin_kept(audit: Audit, twin: int, layer: int, phase: str) -> bool:
+    last = None if phase == "prefill" else audit.plan.steps - 1
+    return (twin, f"layers.{layer}.attn.q", phase, last) in audit.twin_values
+
+
+# ---- visible keys against their rule ----
+
+
+def visible_rule(audit: Audit, who: str, layer: int, phase: str) -> dict[str, Any]:
+    """visible_measurement of one run over a phase."""
+    c, steps = audit.config, _steps(audit, phase)
+    return visible_measurement(
+        audit.values(who, f"layers.{layer}.attn.visible", phase, steps), audit.positions(phase, steps), c.sliding_window, c.ratio(layer),
+        audit.valid_over(phase, steps), c.index_topk if c.kind(layer) == "csa" else None, audit.lengths if phase == "prefill" else None, RATIOS,
+    )  # fmt: skip
+
+
+def judge_visible_rule(audit: Audit, layer: int, phase: str) -> Verdict:
+    """Every key that production read is due at its query's position, and none is missing: by rule, free-running (P4, D5).
+
+    The rule knows no phase, so prefill and decode of one position see the same window and the same complete entries.
+    """
+    point = f"layers.{layer}.attn.visible"
+    base = Verdict("visible.rule", point, "free", State.NOT_RUN, "queries with a wrong key", layer=layer, phase=phase, component="visibility mask", why="which keys a position sees is a rule of its own")
+    missing = _missing(audit, base, [("production", point)], phase)
+    if missing is not None:
+        return missing
+    found = visible_rule(audit, "production", layer, phase)
+    judged = gates.judge_exact(found["wrong"], found["queries"], "queries read wrong keys")
+    classes = {name: found[name] for name in FAULTS if found[name]["queries"]}
+    verdict = replace(base, state=judged.state, reason=judged.reason, value=float(found["wrong"]), limit=0.0, spent=judged.spent, rows=found["queries"], details=classes)
+    if classes:
+        name, one = min(classes.items(), key=lambda item: item[1]["first"][1])
+        said = ", ".join(f"{kind} at {c['queries']}" for kind, c in classes.items())
+        shown = f": tokens {one['tokens']}" if one.get("tokens") else ""
+        verdict = replace(
+            verdict, component=BLAMED[name], where=one["first"], reason=f"{judged.reason}: {said}; first {name} at position {one['position']}{shown}",
+            details={**classes, "first": one["first"]},
+        )  # fmt: skip
+    return _at_step(audit, verdict, phase)
+
+
+# ---- residual streams: production's own parts must add up ----
+
+
+def streams_before(audit: Audit, who: str, layer: int, half: str, phase: str) -> Tensor:
+    """X that a half started from in an isolated run (`isolated`; `reference`): [b, s, n, D]."""
+    if half == "hc_ffn":
+        return audit.values(who, f"layers.{layer}.hc_attn.X", phase, _steps(audit, phase))
+    if phase == "prefill":
+        return audit.layer_input(layer, phase, None)
+    return torch.cat([audit.layer_input(layer, phase, step) for step in range(audit.plan.steps)], 1)
+
+
+def mixing_parts(audit: Audit, who: str, layer: int, half: str, phase: str) -> dict[str, Tensor]:
+    """X, before, pre, post, comb, a and y of one half over a phase."""
+    steps, at = _steps(audit, phase), f"layers.{layer}.{half}"
+    out = {name: audit.values(who, f"{at}.{name}", phase, steps) for name in ("X", "pre", "post", "comb", "a")}
+    out["y"] = audit.values(who, f"layers.{layer}.{half.removeprefix('hc_')}.out", phase, steps)
+    return out | {"before": streams_before(audit, who, layer, half, phase)}
+
+
+def _mixing_points(layer: int, half: str, who: str) -> list[tuple[str, str]]:
+    at = f"layers.{layer}"
+    names = [*(f"{at}.{half}.{n}" for n in ("X", "pre", "post", "comb", "a")), f"{at}.{half.removeprefix('hc_')}.out", f"{at}.hc_attn.X"]
+    return [(who, name) for name in names]
+
+
+def judge_mixing(audit: Audit, layer: int, phase: str, half: str) -> list[Verdict]:
+    """a = sum_i pre[i] X[i] and X' = post y + comb^T X of production's own values, FP64; |comb part| within comb's norm (P3).
+
+    Two verdicts: the block's input and the streams after the half. A transposed comb, lost pre weights or a post applied
+    to another stream show here whatever the other model says.
+    """
+    verdicts = []
+    for name in ("a", "X"):
+        point, gate = f"layers.{layer}.{half}.{name}", GATES["hc.sums"]
+        base = Verdict("hc.sums", point, "isolated", State.NOT_RUN, "worst row rel-L2 to the sum of its own parts", layer=layer, phase=phase, component="mHC", local=True, why=gate.why)
+        missing = _missing(audit, base, _mixing_points(layer, half, "isolated"), phase)
+        if missing is not None:
+            verdicts.append(missing)
+            continue
+        v = {key: value.double() for key, value in mixing_parts(audit, "isolated", layer, half, phase).items()}
+        valid = audit.valid_over(phase, _steps(audit, phase))
+        mixed = torch.einsum("bsij,bsid->bsjd", v["comb"], v["before"])
+        want = torch.einsum("bsi,bsid->bsd", v["pre"], v["before"]) if name == "a" else v["post"][..., None] * v["y"][:, :, None] + mixed
+        verdict = judge_values(base, spec_of(point), gate, "isolated", v[name], _rounded(audit, want), valid, _exact(valid))
+        if name == "X":
+            verdict = _with_bound(verdict, v, valid)
+        verdicts.append(_at_step(audit, verdict, phase))
+    return verdicts
+
+
+def _with_bound(verdict: Verdict, v: dict[str, Tensor], valid: Tensor) -> Verdict:
+    """What is left of X after post * y may not exceed comb's spectral norm times |before|, bf16 steps of X aside."""
+    left = (v["X"] - v["post"][..., None] * v["y"][:, :, None]).flatten(2).norm(dim=-1)[valid]
+    comb = v["comb"][valid]
+    norm = torch.linalg.matrix_norm(comb, 2) if comb.isfinite().all() else torch.full((len(comb),), math.nan)
+    before, after = (v[name].flatten(2).norm(dim=-1)[valid] for name in ("before", "X"))
+    over = float(((left - 2**-8 * after) / (norm * before)).nan_to_num(math.inf).max())
+    details = {**verdict.details, "comb_norm": float(norm.max()), "comb_part_over_bound": over}
+    if verdict.state is State.PASS and not over <= 1.0:
+        return replace(verdict, state=State.FAIL, reason=f"the comb part is {over:.3g} times what its spectral norm allows", details=details)
+    return replace(verdict, details=details)
+
+
+def judge_slopes(audit: Audit, layer: int, phase: str) -> Verdict:
+    """Growth over steps at fixed depth is the reference's: slope of log(rms production / rms reference), worst stream (P3).
+
+    In prefill the queries take the place of the steps.
+    """
+    point, gate = f"layers.{layer}.hc_ffn.X", GATES["residual.slope"]
+    base = Verdict("residual.slope", point, "free", State.NOT_RUN, "|X| over the reference's, growth over the phase", layer=layer, phase=phase, component="mHC", why=gate.why)
+    missing = _missing(audit, base, [("production", point), ("reference", point)], phase)
+    if missing is not None:
+        return missing
+    ratio = step_ratios(audit, point, phase)  # [steps, n]
+    steps, floor = len(ratio), audit.floor("free", point)
+    # Many steps average their scatter away; few show the worst of it, and one has only its own ratio.
+    noise = floor.typical() if steps >= gates.TYPICAL_ROWS else floor.norm
+    growth = [abs(slope(ratio[:, j].log())) * (steps - 1) if steps > 1 else abs(float(ratio[0, j].log())) for j in range(ratio.shape[1])]
+    stream = max(range(len(growth)), key=lambda j: math.inf if math.isnan(growth[j]) else growth[j])
+    value = growth[stream]
+    judged = gates.judge(math.inf if math.isnan(value) else value, noise if floor.rows else math.nan, gate.eps("free"), gate.k("free"), steps, "|X| over the reference's grows by")
+    verdict = replace(
+        base, state=judged.state, reason=judged.reason, value=value, limit=judged.limit, spent=judged.spent, floor=noise, k=gate.k("free"), eps=gate.eps("free"),
+        rows=steps, details={"stream": stream, "growth": growth, "ratio_first": ratio[0].tolist(), "ratio_last": ratio[-1].tolist()},
+    )  # fmt: skip
+    return _at_step(audit, verdict, phase)
+
+
+def step_ratios(audit: Audit, point: str, phase: str) -> Tensor:
+    """[steps or queries, n] rms of X over the reference's, batch rows that have the query together."""
+    steps = _steps(audit, phase)
+    valid = audit.valid_over(phase, steps)[..., None, None]
+    got, want = (audit.values(who, point, phase, steps).double().masked_fill(~valid, 0.0).square().sum((0, 3)) for who in ("production", "reference"))
+    return (got / want).sqrt()
+
+
+# ---- Sinkhorn ----
+
+
+def sinkhorn_start(audit: Audit, X: Tensor, layer: int, half: str, sums: Sums = ops.PLAIN) -> Tensor:
+    """softmax + eps of the mixing logits that X asks for, by the reference's operations: before any normalisation."""
+    c, w = audit.config, getattr(audit.reference.blocks[layer], half)
+    n = c.hc_mult
+    m = ops.hc_mix(X.float(), w.fn, c.rms_norm_eps, sums)
+    logits = (m[..., 2 * n :] * w.scale[2] + w.base[2 * n :]).unflatten(-1, (n, n))
+    start: Tensor = sums.softmax(logits, -1) + c.hc_eps
+    return start
+
+
+def judge_sinkhorn(audit: Audit, layer: int, phase: str, half: str) -> Verdict:
+    """comb is the reference's Sinkhorn of production's own X after exactly hc_sinkhorn_iters iterations (D7)."""
+    point, gate = f"layers.{layer}.{half}.comb", GATES["sinkhorn.iterations"]
+    base = Verdict("sinkhorn.iterations", point, "isolated", State.NOT_RUN, "worst row rel-L2 to Sinkhorn of its own X", layer=layer, phase=phase, component="mHC", local=True, why=gate.why)
+    missing = _missing(audit, base, _mixing_points(layer, half, "isolated"), phase)
+    if missing is not None:
+        return missing
+    c, valid = audit.config, audit.valid_over(phase, _steps(audit, phase))
+    X = streams_before(audit, "isolated", layer, half, phase)[valid][None]  # [1, rows, n, D]
+    got = audit.values("isolated", point, phase, _steps(audit, phase))[valid][None]
+    every = torch.ones(got.shape[:2], dtype=torch.bool)
+
+    def comb(sums: Sums) -> Tensor:
+        w = getattr(audit.reference.blocks[layer], half)
+        return ops.hc_pre(X.float(), w.fn, w.base, w.scale, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps, sums)[3]
+
+    want, floor = comb(Sums(0)), Floor()
+    for order in (1, 2, 3):
+        floor.add(comb(Sums(order)), want, VALUES, 2, every)
+    verdict = judge_values(base, spec_of(point), gate, "isolated", got, want, every, floor)
+    trail = sinkhorn_trail(sinkhorn_start(audit, X, layer, half), c.hc_sinkhorn_iters + 3, c.hc_eps)
+    due = f"{c.hc_sinkhorn_iters} columns"
+    step, distance = nearest_step(got, trail, due)
+    turned, turned_distance = nearest_step(got.mT, trail, due)
+    details = {**verdict.details, "nearest": step, "distance": distance, "expected": due}
+    reason = verdict.reason
+    if verdict.state is State.FAIL:
+        if turned_distance < distance:
+            reason += f"; nearest to the transpose after {turned}"
+        elif step != due:
+            reason += f"; nearest to the result after {step}, expected {due}"
+    query = int(valid.nonzero()[verdict.where[1], 1]) if len(verdict.where) > 1 else 0
+    where = [int(valid.nonzero()[verdict.where[1], 0]), query] if len(verdict.where) > 1 else []
+    if "first" in details:
+        details["first"] = [int(i) for i in valid.nonzero()[details["first"][1]]]
+    return _at_step(audit, replace(verdict, reason=reason, details=details, where=where), phase)
+
+
+# ---- text ----
+
+
+def judge_top(audit: Audit, phase: str, k: int) -> Verdict:
+    """The k most likely tokens: another set is allowed where the reference's scores are closer than the noise (P6)."""
+    base = Verdict(f"logits.top{k}", "logits", "free", State.NOT_RUN, "score gap of differing tokens", phase=phase, component="head", why="a token may be swapped only across a gap of twice k x the twins' worst logit error")
+    missing = _missing(audit, base, [("production", "logits"), ("reference", "logits")], phase)
+    if missing is not None:
+        return missing
+    got, want = (whole_phase(audit, who, "logits", phase) for who in ("production", "reference"))
+    assert got is not None
+    assert want is not None
+    shared, gap = top_agreement(got, want, k)
+    floor = audit.floor("free", "logits")
+    limit = flip_margin(floor)
+    gap = torch.where(got.isnan().any(-1), torch.inf, gap)
+    judged = gates.judge_exact(int((gap > limit).sum()), len(want) if floor.rows else 0, f"rows swap tokens of the {k} best beyond the margin")
+    return replace(
+        base, state=judged.state, reason=judged.reason, value=float(gap.max()), limit=limit, spent=float(gap.max()) / limit if limit > 0 else None, floor=floor.absolute,
+        k=2 * gates.K_FREE, eps=0.0, rows=len(want), near_ties=int(((shared < k) & ~(gap > limit)).sum()), details={"agreement": float(shared.double().mean() / k)},
+    )  # fmt: skip
+
+
+def judge_degeneration(audit: Audit) -> Verdict:
+    """production's greedy text is stuck only where the reference's is, or where the texts parted at a counted near-tie (P6)."""
+    base = Verdict("greedy.degeneration", "logits", "free", State.NOT_RUN, "texts stuck that the reference's is not", phase="decode", component="head", why="a text may degenerate only as the reference's does")
+    parted = judge_greedy(audit)
+    result = audit.finished_greedy
+    if parted.state is State.NOT_RUN or result is None:
+        return replace(base, reason=parted.reason or "no greedy text")
+    found = [tuple(degeneration(text) for text in texts) for texts in zip(result.reference, result.production, strict=True)]
+    judged_rows = [b for b, (want, _) in enumerate(found) if want["degenerate"] is not None]
+    differ = [b for b in judged_rows if found[b][0]["degenerate"] != found[b][1]["degenerate"]]
+    explained = [b for b in differ if result.first_difference[b] is not None and parted.state is State.PASS]
+    judged = gates.judge_exact(len(differ) - len(explained), len(judged_rows), "texts degenerate where the reference's does not, or the reverse")
+    said = {str(b): {"reference": want["degenerate"], "production": got["degenerate"]} for b, (want, got) in enumerate(found)}
+    reason = judged.reason or ("" if judged_rows else "the texts are too short to tell")
+    return replace(base, state=judged.state, reason=reason, value=float(len(differ)), limit=0.0, spent=judged.spent, rows=len(judged_rows), near_ties=len(explained), details=said)
