@@ -32,6 +32,7 @@ from production.model import State, Transformer, load
 from production.weights import load_weights
 from reference.checkpoint import Checkpoint
 from reference.config import InputError
+from reference.ops import rope_frequencies, yarn_frequencies
 from reference.points import points_of_model, spec_of
 
 MAX_CONTEXT = 300
@@ -120,8 +121,11 @@ def stored_value(checkpoint: Checkpoint, path: str) -> Tensor:
     return raw.view(torch.uint8) if raw.element_size() == 1 else raw
 
 
-def test_every_parameter_is_the_checkpoints(directory, device, judge_equal):
-    """Packed ones byte for byte, the others value for value, in a type that holds them; norms of 0.03 among them."""
+@pytest.mark.parametrize("many_experts", [False, True], ids=["norms of 0.03", "300 experts"])
+def test_every_parameter_is_the_checkpoints(many_experts, directory, device, tmp_path, judge_equal):
+    """Packed ones byte for byte, the others value for value, in a type that holds them: ids past 256 do not survive bf16."""
+    if many_experts:
+        directory = write_checkpoint(tmp_path, shards=1, num_hidden_layers=1, compress_ratios=[0], n_routed_experts=300, moe_intermediate_size=32)
     checkpoint = Checkpoint(directory)
     weights, _ = load_weights(checkpoint, device.torch_device)
     found = dict(parameters(weights))
@@ -129,7 +133,21 @@ def test_every_parameter_is_the_checkpoints(directory, device, judge_equal):
     for path, value in found.items():
         if not same(value.cpu().double(), stored_value(checkpoint, path).double()):
             different.append((path, "checkpoint loading"))
-    judge_equal("load", "every parameter", len(found), different)
+    judge_equal("load", "300 experts" if many_experts else "every parameter", len(found), different)
+
+
+def test_every_layer_rotates_by_its_own_frequencies(loaded, judge_equal):
+    """Window-only layers: the plain base. Layers with a ratio: the other base, with the YaRN ramp."""
+    model = loaded(512)
+    c = model.config
+    plain = rope_frequencies(c.qk_rope_head_dim, c.rope_theta)
+    scaled = yarn_frequencies(c.qk_rope_head_dim, c.compress_rope_theta, c.rope_factor, c.rope_original_max, c.rope_beta_fast, c.rope_beta_slow)
+    different = [
+        (f"layer {layer}, ratio {c.ratio(layer)}", "rope")
+        for layer in model.layers
+        if not same(model.blocks[layer].attn.freq.cpu(), scaled if c.ratio(layer) else plain)
+    ]
+    judge_equal("rope", "frequencies of every layer", len(model.layers), different)
 
 
 def ragged(model: Transformer, lengths: list[int]) -> Tensor:
