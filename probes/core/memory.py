@@ -1,0 +1,477 @@
+"""What a model's state really holds and allocates: bytes by walking tensors, lines through lengths, closed formulas.
+
+Nothing here trusts what production says of itself: bytes are those of the storages that can be reached from a state, and
+`expected` is the arithmetic of the published formats from config facts alone. Models and states are passed in.
+
+    state = model.new_state(1); held_bytes(state.cache)
+    fit_line([1024, 2048, 4096], [held_bytes(cache(n)) for n in ...])
+
+Used by probes/memory.py and parity. Tests: parity/unit/test_memory.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reference.config import InputError, ModelConfig
+
+MILLION = 1 << 20  # tokens
+KINDS = {"window": 0, "csa": 4, "hca": 128}
+STATEMENT = Path("/proc/self/statm")
+
+
+# ---- bytes that are really there ----
+
+
+def tensors_within(root: Any, without: Sequence[Any] = ()) -> Iterator[Tensor]:
+    """Every tensor that can be reached from an object through attributes and containers, each object once."""
+    seen = {id(thing) for thing in without}
+    stack = [root]
+    while stack:
+        thing = stack.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            yield thing
+        elif isinstance(thing, dict):
+            stack.extend(thing.values())
+        elif isinstance(thing, list | tuple | set | frozenset):
+            stack.extend(thing)
+        elif not isinstance(thing, type | str | bytes | int | float | torch.device | torch.dtype) and not callable(thing):
+            stack.extend(getattr(thing, "__dict__", {}).values())
+            stack.extend(getattr(thing, slot) for slot in getattr(type(thing), "__slots__", ()) if hasattr(thing, slot))
+
+
+def storage_bytes(tensors: Iterator[Tensor] | Sequence[Tensor]) -> int:
+    """Bytes of the storages behind tensors, each once: a view counts as the whole it keeps alive."""
+    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())
+
+
+def held_bytes(root: Any, without: Sequence[Any] = ()) -> int:
+    """Bytes that an object keeps alive."""
+    return storage_bytes(tensors_within(root, without))
+
+
+def live_bytes() -> int:
+    """Bytes of every tensor of this process that is alive, wherever it hangs."""
+    gc.collect()
+    return storage_bytes([thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)])
+
+
+def process_bytes(device: torch.device) -> tuple[str, int]:
+    """What the allocator holds: reserved bytes on a GPU, resident bytes of the process elsewhere."""
+    if device.type == "cuda":
+        return "memory_reserved", int(torch.cuda.memory_reserved(device))
+    if STATEMENT.is_file():
+        return "resident", int(STATEMENT.read_text().split()[1]) * 4096
+    raise RuntimeError("resident bytes cannot be read on this system: no /proc/self/statm")
+
+
+# ---- a line through lengths ----
+
+
+@dataclass(frozen=True)
+class Line:
+    """bytes = constant + per_token * tokens; off is the largest distance of a measured length from it, bytes."""
+
+    constant: float
+    per_token: float
+    off: float
+
+
+def fit_line(tokens: Sequence[int], size_bytes: Sequence[int]) -> Line:
+    """Least squares through at least three different lengths. Raises InputError on fewer: two always fit."""
+    if len(set(tokens)) < 3 or len(tokens) != len(size_bytes):
+        raise InputError(f"a line needs three different lengths, got {list(tokens)}")
+    n = len(tokens)
+    mean_x, mean_y = sum(tokens) / n, sum(size_bytes) / n
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(tokens, size_bytes, strict=True)) / sum((x - mean_x) ** 2 for x in tokens)
+    constant = mean_y - slope * mean_x
+    off = max(abs(constant + slope * x - y) for x, y in zip(tokens, size_bytes, strict=True))
+    return Line(constant, slope, off)
+
+
+# ---- closed formulas, from the text of the formats ----
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of one layer for one row: constant, and per token of context."""
+
+    constant: float
+    per_token: float
+
+    def at(self, tokens: int) -> float:
+        return self.constant + self.per_token * tokens
+
+
+def record_bytes(d: int, r: int) -> int:
+    """A window row or compressed entry: d - r e4m3 codes, r bf16, a scale per 64 codes, up to a multiple of 8."""
+    plain = d - r
+    return -(-(plain + 2 * r + plain // 64) // 8) * 8
+
+
+def key_bytes(config: ModelConfig) -> int:
+    """An indexer key: two e2m1 codes a byte and a scale per 32."""
+    return config.index_head_dim // 2 + config.index_head_dim // 32
+
+
+def expected(config: ModelConfig, kind: str, prefill_chunk: int, how: str = "published") -> Cost:
+    """The closed formula of a layer kind, for contexts of at least a window and a chunk.
+
+    how   "published" formats; "bf16": two bytes a value; "wrong width": bf16, and indexer keys taken to be
+          index_n_heads * index_head_dim wide
+    """
+    c, ratio = config, KINDS[kind]
+    record, key = float(record_bytes(c.head_dim, c.qk_rope_head_dim)), float(key_bytes(c))
+    if how != "published":
+        record, key = 2.0 * c.head_dim, 2.0 * c.index_head_dim * (c.index_n_heads if how == "wrong width" else 1)
+    slots = -(-(c.sliding_window - 1 + prefill_chunk) // 8) * 8  # a whole chunk is stored before its first query reads back
+    constant = slots * (record + 4) + 4  # a position per slot, and the length
+    per_token = 0.0
+    if ratio:
+        rows = ratio * c.overlap(ratio)
+        constant += 2 * 4 * rows * c.overlap(ratio) * c.head_dim  # kv and gate, fp32
+        per_token = record / ratio
+    if kind == "csa":
+        constant += 2 * 4 * rows * 2 * c.index_head_dim
+        per_token += key / ratio
+    return Cost(constant, per_token)
+
+
+def expected_total(config: ModelConfig, tokens: int, prefill_chunk: int, how: str = "published", layers: int | None = None) -> float:
+    """Bytes of all layers of a model for one row."""
+    count = config.num_hidden_layers if layers is None else layers
+    return sum(expected(config, config.kind(layer), prefill_chunk, how).at(tokens) for layer in range(count))
+
+
+# ---- production's own classes, sized for other configurations ----
+
+
+def one_layer(model: Any, layer: int, max_context: int | None = None, prefill_chunk: int | None = None) -> Any:
+    """A model of embed, one of `model`'s layers and its head, on the same weights."""
+    c = model.config
+    config = dataclasses.replace(c, num_hidden_layers=1, compress_ratios=(c.ratio(layer),), num_hash_layers=int(c.is_hash(layer)))
+    weights = dataclasses.replace(model.weights, layers=(model.weights.layers[layer],))
+    context = model.max_context if max_context is None else max_context
+    return type(model)(config, weights, model.audit, model.device, context, prefill_chunk or model.prefill_chunk)
+
+
+def resized(model: Any, max_context: int) -> Any:
+    """The same model, for contexts of another size."""
+    return type(model)(model.config, model.weights, model.audit, model.device, max_context, model.prefill_chunk)
+
+
+def one_kind(config: ModelConfig, kind: str) -> ModelConfig:
+    """The configuration with a single layer of a kind."""
+    return dataclasses.replace(config, num_hidden_layers=1, compress_ratios=(KINDS[kind],), num_hash_layers=0)
+
+
+def empty_state(state_class: type, config: ModelConfig, tokens: int, prefill_chunk: int, device: torch.device) -> Any:
+    """A state as `new_state` makes it, of a model that has no weights."""
+    blocks = [SimpleNamespace(attn=SimpleNamespace(indexer=None))] * config.num_hidden_layers
+    model = SimpleNamespace(
+        config=config, device=SimpleNamespace(torch_device=device), prefill_chunk=prefill_chunk, layers=tuple(range(config.num_hidden_layers)),
+        blocks=blocks,
+    )  # fmt: skip
+    return state_class(model, 1, tokens)
+
+
+def lengths_for(config: ModelConfig, prefill_chunk: int, most: int, count: int = 4) -> list[int]:
+    """Contexts of whole groups where every constant part has its full size: a first one, then doubled."""
+    first = 128 * -(-(config.sliding_window + prefill_chunk + 8) // 128)
+    return [first << i for i in range(count) if first << i <= max(most, first << 2)]
+
+
+def kind_line(state_class: type, config: ModelConfig, kind: str, tokens: Sequence[int], prefill_chunk: int, device: torch.device) -> tuple[Line, list[int]]:
+    """Bytes that a layer of a kind keeps in its cache at each length, and the line through them."""
+    sizes = [held_bytes(empty_state(state_class, one_kind(config, kind), n, prefill_chunk, device).cache) for n in tokens]
+    return fit_line(tokens, sizes), sizes
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one row of `tokens`: the cache, and everything else of a state (buffers of a call). how: what measured it."""
+
+    tokens: int
+    cache: int
+    buffers: int
+    how: str
+
+
+def footprint(state_class: type, config: ModelConfig, tokens: int, prefill_chunk: int, device: torch.device) -> Footprint:
+    """A whole state at a length: by the allocator on a GPU, by the exact bytes of its tensors elsewhere (nothing is allocated)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        state = empty_state(state_class, config, tokens, prefill_chunk, device)
+        taken = torch.cuda.memory_allocated(device) - before
+        cache = state.cache
+        del state
+        gc.collect()
+        held = torch.cuda.memory_allocated(device) - before  # what is left is the cache
+        del cache
+        torch.cuda.empty_cache()
+        return Footprint(tokens, held, taken - held, "device allocator")
+    state = empty_state(state_class, config, tokens, prefill_chunk, torch.device("meta"))
+    cache_bytes = held_bytes(state.cache)
+    return Footprint(tokens, cache_bytes, held_bytes(state, (state.model,)) - cache_bytes, "exact tensor bytes")
+
+
+# ---- widths, as the first call shows them ----
+
+
+@dataclass(frozen=True)
+class Part:
+    """One buffer of a layer, as its first call showed it.
+
+    values          width of the rows handed to the store
+    weights         width that the weights make, 0 where no one tensor says it
+    written, held   bytes of a stored row that were written, and that the buffer keeps for it
+    wanted          bytes that the format of rows this wide takes
+    beyond          bytes written outside of the stored rows
+    """
+
+    name: str
+    values: int
+    weights: int
+    written: int
+    held: int
+    wanted: int
+    beyond: int = 0
+
+    def disagreements(self) -> list[str]:
+        """What does not fit together, in words."""
+        found = []
+        if self.values < 1:
+            found.append(f"{self.name}: nothing was stored")
+        if self.weights not in (0, self.values):
+            found.append(f"{self.name}: rows of {self.values} from weights for {self.weights}")
+        if self.held != self.wanted:
+            found.append(f"{self.name}: buffer of {self.held} bytes a row, rows of {self.values} take {self.wanted}")
+        if self.written != self.wanted:
+            found.append(f"{self.name}: {self.written} bytes of a row written, rows of {self.values} take {self.wanted}")
+        if self.beyond:
+            found.append(f"{self.name}: {self.beyond} bytes written outside of the stored rows")
+        return found
+
+
+FILLINGS = (0xA5, 0x5A)
+STORES = ("store_window", "store_entries", "store_index_keys")
+
+
+def observed_widths(model: Any, layer: int, ops: Any) -> list[Part]:
+    """The first call of a layer alone, made twice over differently filled buffers: a byte that came out equal was written.
+
+    ops   the module whose `store_window`, `store_entries` and `store_index_keys` the model calls; they are watched and put back
+    """
+    alone = one_layer(model, layer, 1024, 160)
+    c, ratio = alone.config, alone.config.ratio(0)
+    tokens = torch.arange(ratio + 2 if ratio != 4 else 9)[None] % c.vocab_size
+    seen: dict[str, int] = {}
+    originals = {name: getattr(ops, name) for name in STORES}
+
+    def watching(name: str) -> Callable[..., Any]:
+        def call(dev: Any, rows: Tensor, *rest: Any, **named: Any) -> Any:
+            seen.setdefault(name, rows.shape[-1])
+            return originals[name](dev, rows, *rest, **named)
+
+        return call
+
+    caches = []
+    try:
+        for name in STORES:
+            setattr(ops, name, watching(name))
+        for filling in FILLINGS:
+            state = alone.new_state(1)
+            cache = state.cache.layers[0]
+            for buffer in (cache.ring, cache.entries, cache.keys, cache.scales):
+                if buffer is not None:
+                    buffer.fill_(filling)
+            alone.prefill(tokens, state)
+            caches.append(cache)
+    finally:
+        for name, original in originals.items():
+            setattr(ops, name, original)
+
+    def part(name: str, buffer: str, store: str, weights: int, wanted: int) -> Part:
+        one, two = (getattr(cache, buffer) for cache in caches)
+        stored = tokens.shape[1] // (ratio if buffer != "ring" else 1)
+        same = (one == two)[0].cpu()  # [rows, bytes]
+        return Part(name, seen.get(store, 0), weights, int(same[:stored].sum(-1).amin()), one.shape[-1], wanted, int(same[stored:].sum()))
+
+    attention = alone.blocks[0].attn
+    width = seen.get("store_window", 0)
+    parts = [part("window row", "ring", "store_window", attention.weights.kv_norm.shape[0], record_bytes(width, c.qk_rope_head_dim))]
+    if ratio:
+        width = seen.get("store_entries", 0)
+        made = attention.compressor.weights.norm.shape[0]
+        parts.append(part("compressed entry", "entries", "store_entries", made, record_bytes(width, c.qk_rope_head_dim)))
+    if ratio == 4:
+        width = seen.get("store_index_keys", 0)
+        made = attention.indexer.compressor.weights.wkv.shape[0] // 2
+        parts.append(part("indexer key", "keys", "store_index_keys", made, width // 2))
+        parts.append(part("scales of an indexer key", "scales", "store_index_keys", attention.indexer.key_width, width // 32))
+    return parts
+
+
+# ---- steps ----
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Decode steps of one state: what was allocated and what grew.
+
+    allocations   tensors with new storage, over all steps; operations  the first few that made them
+    state_growth  bytes that the state keeps after the last step and not after the first
+    live_growth   the same over every tensor of the process
+    samples       what the allocator held (reserved on a GPU, resident elsewhere), every `every` steps; spread  largest - smallest
+    """
+
+    steps: int
+    every: int
+    allocations: int
+    allocated_bytes: int
+    operations: list[str]
+    state_growth: int
+    live_growth: int
+    source: str
+    samples: list[int]
+
+    @property
+    def spread(self) -> int:
+        return max(self.samples) - min(self.samples)
+
+
+Counting = Callable[[], AbstractContextManager[Any]]
+
+
+def decode_slope(model: Any, steps: int, counting: Counting, prompt: int = 130, every: int = 10) -> Slope:
+    """`steps` decode steps after a prompt and a few steps of warm-up, all counted.
+
+    counting   production.engine.count_allocations
+    """
+    device = model.device.torch_device
+    state = model.new_state(1)
+    vocab = model.config.vocab_size
+    tokens = torch.arange(prompt + 1) % vocab
+    model.prefill(tokens[None, :-1], state)
+    token, out = tokens[-1:].to(device), torch.empty(1, vocab, dtype=torch.float32, device=device)
+    with counting():  # the counter's own first use, too
+        for _ in range(2 * every):
+            model.decode(token, state, out=out)
+    state_before, live_before = held_bytes(state), live_bytes()
+    source, first = process_bytes(device)
+    samples = [first]
+    with counting() as counted:
+        for step in range(1, steps + 1):
+            model.decode(token, state, out=out)
+            if step % every == 0:
+                samples.append(process_bytes(device)[1])
+    return Slope(
+        steps, every, max(counted.count, counted.device_count), counted.bytes, list(dict.fromkeys(counted.operations))[:6],
+        held_bytes(state) - state_before, live_bytes() - live_before, source, samples,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Transient:
+    """New tensors of one prefill call, logits not counted. logits: sha256 of its logits' bytes, 16 hex digits."""
+
+    max_context: int
+    position: int
+    count: int
+    size_bytes: int
+    operations: list[str]
+    logits: str
+
+
+def prefill_transients(model: Any, layer: int, contexts: Sequence[int], counting: Counting, tokens: int = 4, before: int = 40) -> list[Transient]:
+    """What a short prefill allocates, at the start and further on, under small and large capacities, and what it says.
+
+    Nothing may scale with capacity or position, and the same tokens give the same bits under every capacity.
+    """
+    found = []
+    for context in contexts:
+        alone = one_layer(model, layer, context, 16)
+        state = alone.new_state(1)
+        ids = torch.arange(tokens)[None] % alone.config.vocab_size
+        for position in (0, before):
+            if position:
+                alone.prefill(torch.arange(before - tokens)[None] % alone.config.vocab_size, state)
+            with counting() as counted:
+                logits = alone.prefill(ids, state)
+            own = logits.untyped_storage().nbytes()
+            digest = hashlib.sha256(logits.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+            found.append(Transient(context, position, counted.count - 1, counted.bytes - own, list(dict.fromkeys(counted.operations))[:6], digest))
+    return found
+
+
+# ---- capacity ----
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Filling a state to its last token and asking for one more.
+
+    taken     tokens that fitted; capacity  tokens asked for
+    refusals  what each way of asking for one more said, by way; "" = it was taken
+    changed   parts of the exported state, or lengths, that a refused call changed
+    failed    what stopped the filling before it was full
+    """
+
+    capacity: int
+    taken: int
+    refusals: dict[str, str]
+    changed: list[str]
+    failed: str = ""
+
+
+def fill_to_capacity(model: Any, layer: int, prefill_chunk: int = 16) -> Capacity:
+    """A layer alone with a capacity just past its ring: prefill to two tokens short, decode them, then one more by every way."""
+    window = model.config.sliding_window
+    capacity = window + 2 * prefill_chunk + 5
+    alone = one_layer(model, layer, capacity, prefill_chunk)
+    c, device = alone.config, alone.device.torch_device
+    state = alone.new_state(1)
+    ids = torch.arange(capacity + 1) % c.vocab_size
+    try:
+        alone.prefill(ids[None, : capacity - 2], state)
+        for position in (capacity - 2, capacity - 1):
+            alone.decode(ids[position : position + 1].to(device), state)
+    except InputError as error:
+        return Capacity(capacity, int(state.length[0]), {}, [], str(error))
+    before, length = state.export_layer(0), state.length.clone()
+    X = torch.zeros(1, 1, c.hc_mult, c.hidden_size, device=device)
+    fresh = alone.new_state(1)
+    ways: dict[str, Callable[[], Any]] = {
+        "decode": lambda: alone.decode(ids[-1:].to(device), state),
+        "prefill": lambda: alone.prefill(ids[None, -1:], state),
+        "run_layer": lambda: alone.run_layer(0, X, ids[None, -1:], state),
+        "prefill of capacity + 1": lambda: alone.prefill(ids[None], fresh),
+    }
+    refusals = {}
+    for way, ask in ways.items():
+        try:
+            ask()
+            refusals[way] = ""
+        except InputError as error:
+            refusals[way] = str(error)
+    after = state.export_layer(0)
+    changed = [name for name in before if not torch.equal(before[name].nan_to_num(nan=1e30), after[name].nan_to_num(nan=1e30))]
+    changed += [] if torch.equal(length, state.length) else ["length on the host"]
+    changed += [] if int(fresh.length[0]) == 0 and int(fresh.export_layer(0)["length"][0]) == 0 else ["length of a new state"]
+    return Capacity(capacity, int(length[0]), refusals, changed)
