@@ -24,7 +24,7 @@ from probes.core.queries import Difference, Rows, Stored, observer_costs
 from probes.core.records import Measurement, State, Verdict
 from probes.core.selfparity import SAID, WAYS, SelfParity, Way, table_of, text_of
 from probes.core.trace import grow_last
-from reference.points import INDICES, LAYER_POINTS, VALUES, PointSpec, spec_of
+from reference.points import INDICES, LAYER_POINTS, SCORES, VALUES, PointSpec, spec_of
 
 MAX_CONTEXT = 1024  # of the states: batches of rows need memory for it
 # What is judged of a layer in the free-running chain; isolated: every point.
@@ -198,7 +198,10 @@ def _judge_point(audit: Audit, base: Verdict, name: str, mode: str, got: Rows, w
     one = replace(base, point=name, component=spec.component, metric="worst row rel-L2, decode against prefill")
     if name not in got.values or name not in want.values:
         return replace(one, reason=f"tap {name} did not fire at every step")
-    return judge_values(one, spec, GATES[spec.name], mode, got.values[name], want.values[name], _valid(got), audit.floor(mode, name))
+    g, w = got.values[name], want.values[name]
+    if spec.kind == SCORES:  # before the first entry there is nothing to score: both must say so
+        g, w = (grow_last(value, max(1, value.shape[-1]), -math.inf) for value in (g, w))
+    return judge_values(one, spec, GATES[spec.name], mode, g, w, _valid(got), audit.floor(mode, name))
 
 
 def judge_seen(audit: Audit, runs: SelfParity, layer: int) -> Verdict:

@@ -82,7 +82,7 @@ def _worst(got: Rows, want: Rows, point: str, whole_token: bool) -> float | None
     spec, g, w = spec_of(point), got.values[point], want.values[point]
     dims = w.dim() - 2 if whole_token and spec.kind != SCORES else spec.row_dims
     errors = row_errors(g, w, dims, sparse=spec.sparse, scores=spec.kind == SCORES)
-    return float(errors.error[errors.compared].nan_to_num(math.inf).max()) if bool(errors.compared.any()) else None
+    return float(errors.error[errors.compared].nan_to_num(math.inf, math.inf).max()) if bool(errors.compared.any()) else None
 
 
 def _different_sets(got: Rows, want: Rows, point: str, window: int) -> int:
@@ -158,7 +158,7 @@ def _stored(runs: SelfParity, layer: int) -> list[dict[str, Any]]:
     lines = []
     for part in runs.stored(layer, alone=True):
         errors = row_errors(part.got, part.want, 1) if part.got.shape[1] else None
-        worst = None if errors is None else float(errors.error[errors.compared].nan_to_num(math.inf).max())
+        worst = None if errors is None else float(errors.error[errors.compared].nan_to_num(math.inf, math.inf).max())
         lines.append({"layer": layer, "part": part.part, "untouched": part.old, "changed": part.changed, "written": part.got.shape[1], "worst_row": worst})
     return lines
 

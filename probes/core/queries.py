@@ -154,7 +154,7 @@ def differences(got: Rows, want: Rows, points: Sequence[str], config: ModelConfi
         worst = math.inf
         if spec.kind != INDICES:
             errors = row_errors(g, w, spec.row_dims, sparse=spec.sparse, scores=spec.kind == SCORES)
-            worst = float(errors.error[errors.compared].nan_to_num(math.inf).max()) if bool(errors.compared.any()) else math.inf
+            worst = float(errors.error[errors.compared].nan_to_num(math.inf, math.inf).max()) if bool(errors.compared.any()) else math.inf
         window = spec.name == "attn.visible" and not bool(same[0, at, : config.sliding_window].all())
         found.append(
             Difference(
@@ -185,7 +185,7 @@ def state_differences(got: Snapshots, want: Snapshots, parts: Sequence[str] | No
             worst = math.inf
             if w.dim() > 2:
                 gap, size = (g - w).double().flatten(2).norm(dim=-1), w.double().flatten(2).norm(dim=-1)
-                worst = float((gap / size)[~rows].nan_to_num(math.inf).max())
+                worst = float((gap / size)[~rows].nan_to_num(math.inf, math.inf).max())
             found.append(
                 Difference(
                     name, layer, rows.numel(), int((~rows).sum()), worst, int(snapshot["length"][element[0]]), element[0],

@@ -185,14 +185,22 @@ class SelfParity:
     # ---- the runs ----
 
     @cached_property
-    def whole(self) -> Rows:
-        """The anchor: one prefill of the whole text, every tap recorded."""
+    def _anchor(self) -> tuple[Rows, Snapshots, float]:
         state = self._state(1, chunk=None)
         began = time.perf_counter()
         self._prefill(state, [0], [self.T], self.whole_log)
-        self.whole_seconds = time.perf_counter() - began
-        self.whole_state = self._export(state)
-        return self.whole_log.rows()
+        spent = time.perf_counter() - began
+        return self.whole_log.rows(), self._export(state), spent
+
+    @property
+    def whole(self) -> Rows:
+        """The anchor: one prefill of the whole text, every tap recorded."""
+        return self._anchor[0]
+
+    @property
+    def whole_state(self) -> Snapshots:
+        """The state after it."""
+        return self._anchor[1]
 
     @cached_property
     def chunks(self) -> tuple[Rows, dict[int, Snapshots]]:
@@ -241,7 +249,7 @@ class SelfParity:
         whole, state = self.whole, self._state(1, chunk=None)
         began = time.perf_counter()
         logits = self._prefill(state, [0], [self.T], None)
-        seconds = {"with taps": self.whole_seconds, "without taps": time.perf_counter() - began}
+        seconds = {"with taps": self._anchor[2], "without taps": time.perf_counter() - began}
         bare = Rows({"logits": logits}, whole.position, whole.row)
         only = Rows({"logits": whole.values["logits"]}, whole.position, whole.row)
         return self._made("prefill", "observed", bare, only, [(self._export(state), self.whole_state)], seconds=seconds)
