@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 from probes.core.measure import (
     FAULTS,
     matrix_distance,
+    nearest_step,
     ranges_of,
     ranges_text,
     residual_measurement,
     sinkhorn_history,
     sinkhorn_iterations,
     sinkhorn_measurement,
+    sinkhorn_residuals,
+    sinkhorn_trail,
     visible_measurement,
     visible_ranges,
 )
@@ -87,6 +90,24 @@ def test_the_distance_sees_a_transpose_where_sums_do_not():
     assert matrix_distance(comb, comb)["distance"] == 0
 
 
+def test_the_trail_is_the_models_own_sinkhorn():
+    start = torch.rand(1, 30, 4, 4, generator=torch.Generator().manual_seed(3)) + 0.02
+    trail = sinkhorn_trail(start, 5, 1e-6)
+    assert [name for name, _ in trail] == ["1 columns", "2 rows", "2 columns", "3 rows", "3 columns", "4 rows", "4 columns", "5 rows", "5 columns"]
+    residuals = sinkhorn_residuals(trail)
+    assert len(residuals) == 5
+    assert residuals == sorted(residuals, reverse=True)
+    assert nearest_step(trail[-1][1], trail, "5 columns") == ("5 columns", 0.0)
+    assert nearest_step(trail[-3][1], trail, "5 columns")[0] == "4 columns"  # an iteration fewer (B096)
+    assert nearest_step(trail[-2][1], trail, "5 columns")[0] == "5 rows"  # ends on rows (B096)
+
+
+def test_converged_matrices_count_as_the_step_that_is_due():
+    same = torch.full((1, 3, 2, 2), 0.5)
+    trail = sinkhorn_trail(same, 4, 0.0)
+    assert nearest_step(same, trail, "4 columns")[0] == "4 columns"
+
+
 # ---- residual streams ----
 
 
@@ -111,6 +132,18 @@ def test_growth_is_split_into_what_made_it():
     assert m["from_post"] == pytest.approx(float(2 * y.square().mean().sqrt() / size))
     assert m["growth"] == pytest.approx(float(X.square().mean().sqrt() / size))
     assert m["into_block"] == pytest.approx(float((before.sum(2) / 2).square().mean().sqrt() / size))
+
+
+def test_parts_add_up_and_the_comb_part_stays_within_its_norm():
+    generator = torch.Generator().manual_seed(4)
+    before, y = torch.randn(1, 6, 3, 8, generator=generator), torch.randn(1, 6, 8, generator=generator)
+    comb, post = torch.rand(1, 6, 3, 3, generator=generator), torch.rand(1, 6, 3, generator=generator)
+    X = post[..., None] * y[:, :, None] + torch.einsum("bsij,bsid->bsjd", comb, before)
+    m = residual_measurement(X, before, comb, None, post, y)
+    assert m["remainder"] < 1e-6
+    assert 0 < m["comb_bound"] <= 1
+    turned = residual_measurement(X, before, comb.mT, None, post, y)  # B090
+    assert turned["remainder"] > 0.1
 
 
 def test_the_first_axis_of_comb_is_the_source():
@@ -181,6 +214,9 @@ def measured(near, far, p, window, ratio, topk=None):
 @pytest.mark.parametrize(
     ("near", "far", "fault", "keys"),
     [
+        ([8, 9, 10], [0, 1], "edge", [8, 9, 10]),  # a window of one key fewer (B060)
+        ([5, 6, 7, 8], [0, 1], "edge", [5, 6, 7, 8]),  # ends before the query (B054)
+        ([], [0, 1], "edge", None),
         ([7, 8, 9, 11], [0, 1], "future", [11]),
         ([7, 8, 9, 10], [0, 1, 3], "future", [3]),
         ([7, 8, 9, 10], [0, 1, 2], "unfinished", [2]),
@@ -204,6 +240,36 @@ def test_an_indexer_must_choose_as_many_as_it_may():
     assert measured(near, [0, 1], 10, 4, 2, topk=3)["hole"]["queries"] == 1
     assert measured(near, [0, 1, 4], 10, 4, 2, topk=3)["wrong"] == 0
     assert measured(near, [0, 1, 2, 3], 10, 4, 2, topk=3)["duplicate"]["queries"] == 1
+
+
+@pytest.mark.parametrize(
+    ("far", "width", "ratio", "fault"),
+    [
+        ([0, 1, 0, 0, 0, 0], 6, 4, "pad"),  # padding of the list read as entry 0 (B057)
+        ([0, 0], 2, 128, "pad"),
+        ([-2], 1, 4, "pad"),  # a sentinel plus an offset (B052)
+        ([0, 1, 2], 3, 128, "ratio"),  # counts entries as a ratio-4 layer does
+        ([0], 1, 0, "ratio"),  # a window-only layer has none
+    ],
+)
+def test_padding_and_another_ratio_have_their_class(far, width, ratio, fault):
+    p, window = 13, 4
+    visible = torch.tensor([[[*range(p - 3, p + 1), *far, *[-1] * (width - len(far))]]])
+    m = visible_measurement(visible, torch.tensor([[p]]), window, ratio, ratios=(4, 128))
+    assert m[fault]["queries"] == 1
+    assert m["wrong"] == 1
+    assert m["unfinished"]["queries"] == m["future"]["queries"] == 0
+
+
+def test_a_key_among_the_padding_of_a_batch_is_a_pad():
+    visible, positions = torch.tensor([[[2, 3], [3, 4]], [[0, 1], [1, 2]]]), torch.tensor([[3, 4], [1, 2]])
+    m = visible_measurement(visible, positions, 2, 0, torch.tensor([[True, True], [True, True]]), lengths=torch.tensor([5, 2]))
+    assert m["pad"] == {"queries": 1, "first": [1, 1], "position": 2, "keys": [2], "tokens": [[2, 2]]}
+
+
+def test_keys_are_shown_as_the_tokens_they_stand_for():
+    m = measured([7, 8, 9, 10], [0, 1, 2], p=10, window=4, ratio=4)
+    assert m["unfinished"]["tokens"] == [[8, 11]]
 
 
 def test_pads_may_see_anything():

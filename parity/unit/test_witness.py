@@ -1,0 +1,250 @@
+"""The gates with a third witness, on a small audit of the real production: green as it is, red with each fault planted.
+
+Faults are planted in production's own calls (ops.*), so that kernels, caches and taps are the real ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+
+import production
+import reference
+from parity import gates, measure, witness
+from parity.audit import TWIN_ORDERS, Audit, Plan
+from parity.unit.worlds import prompt, write_checkpoint
+from probes.core.records import State
+from production import ops
+from production.model import POLICY
+
+STEPS, LENGTHS = 5, (31, 22)
+CSA = 1
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Window, CSA, HCA and CSA layer; a window of 16 that wraps, an indexer that discards from entry 8 on."""
+    return write_checkpoint(tmp_path_factory.mktemp("witness") / "world", seed=7, hc_mult=3, hc_sinkhorn_iters=6)
+
+
+@pytest.fixture(scope="module")
+def models(checkpoint):
+    model = reference.load(checkpoint, policy=POLICY, max_context=64)
+    return model, [model.twin(order) for order in TWIN_ORDERS]
+
+
+def run(checkpoint, models, plant=None, layers=(0, 1, 2, 3)):
+    """An audit of two rows of unequal length; `plant(production)` changes production before it runs."""
+    model, twins = models
+    if layers != (0, 1, 2, 3):
+        twins = twins[:1]  # a fault needs no careful floor
+    made = production.load(checkpoint, max_context=64)
+    if plant is not None:
+        plant(made)
+    rows = [tuple(prompt(n, 128, 17 * i)) for i, n in enumerate(LENGTHS)]
+    more = [tuple(prompt(STEPS, 128, 17 * i + n)) for i, n in enumerate(LENGTHS)]
+    plan = Plan(rows, more, ("prefill", "decode"), layers, STEPS, 64, str(checkpoint), greedy_tokens=20)
+    audit = Audit(model, made, twins, plan, say=lambda line: None)
+    audit.ensure("decode")
+    return audit
+
+
+@pytest.fixture(scope="module")
+def clean(checkpoint, models):
+    return run(checkpoint, models)
+
+
+def every(audit, layer, phase):
+    """All verdicts of one layer and phase by gate and point."""
+    found = [judge(audit, layer, phase) for judge in (witness.judge_core, witness.judge_sink, witness.judge_masses, witness.judge_visible_rule, witness.judge_slopes)]
+    for half in ("hc_attn", "hc_ffn"):
+        found += [*witness.judge_mixing(audit, layer, phase, half), witness.judge_sinkhorn(audit, layer, phase, half)]
+    return {(v.gate, v.point.split(".", 2)[2]): v for v in found}
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_right_production_is_green_and_rows_were_compared(clean, phase):
+    for layer in clean.plan.layers:
+        for v in every(clean, layer, phase).values():
+            assert v.state is State.PASS, f"{v.gate} {v.point} {v.reason}"
+            assert v.rows > 0
+    for k in (5, 10):
+        assert witness.judge_top(clean, phase, k).state is State.PASS
+
+
+def test_greedy_text_is_judged(clean):
+    verdict = witness.judge_degeneration(clean)
+    assert verdict.state is State.PASS, verdict.reason
+    assert verdict.rows == 2
+
+
+def test_everything_is_measured(clean):
+    names = {m.name for m in measure.measurements(clean)}
+    assert {"residual", "residual growth", "sinkhorn", "visible", "attention mass", "logits", "drift", "greedy"} <= names
+    growth = next(m for m in measure.measurements(clean) if m.name == "residual growth")
+    assert 0 < growth.values["comb_bound_production"] <= 1.001
+    sinkhorn = next(m for m in measure.measurements(clean) if m.name == "sinkhorn")
+    assert len(sinkhorn.values["residual_per_iteration"]) == 6
+
+
+def test_a_tap_that_never_fired_is_not_run(checkpoint, models):
+    audit = run(checkpoint, models, layers=(0,))
+    del audit.passes["production", "decode", 3].passes["decode", 3].chunks["layers.0.attn.q"]
+    assert witness.judge_core(audit, 0, "decode").state is State.NOT_RUN
+    assert witness.judge_core(audit, 0, "prefill").state is State.PASS
+
+
+# ---- faults ----
+
+
+def patched(monkeypatch, name, wrap):
+    """Replace ops.name by wrap(original)."""
+    monkeypatch.setattr(ops, name, functools.wraps(getattr(ops, name))(wrap(getattr(ops, name))))
+
+
+def test_sinks_read_as_bf16_are_named_as_the_sink(checkpoint, models):
+    """B083."""
+
+    def plant(made):
+        for layer in made.weights.layers:
+            sink = layer.attn.attn_sink
+            sink.copy_(sink.clone().view(torch.bfloat16)[: len(sink)].float().clamp(-1e30, 1e30))
+
+    audit = run(checkpoint, models, plant, layers=(0,))
+    found = every(audit, 0, "prefill")
+    for gate in ("core.witness", "sink.sum"):
+        assert found[gate, "attn.core"].state is State.FAIL
+        assert found[gate, "attn.core"].component == "sink"
+
+
+def test_a_sink_counted_twice_in_decode_is_named_as_the_sink(checkpoint, models, monkeypatch):
+    """B086: prefill stays green."""
+
+    def wrap(original):
+        def sparse_attn(dev, q, ring, ring_position, entries, selected, position, row, sink, out, *args, **kwargs):
+            again = sink + math.log(2) if "splits" in kwargs else sink
+            original(dev, q, ring, ring_position, entries, selected, position, row, again, out, *args, **kwargs)
+
+        return sparse_attn
+
+    patched(monkeypatch, "sparse_attn", wrap)
+    audit = run(checkpoint, models, layers=(0, 1))
+    for layer in (0, 1):
+        assert every(audit, layer, "prefill")["sink.sum", "attn.core"].state is State.PASS
+        found = every(audit, layer, "decode")
+        assert found["sink.sum", "attn.core"].state is State.FAIL
+        assert found["core.witness", "attn.core"].component == "sink"
+        assert found["core.witness", "attn.core"].details["first_step"] == 0
+
+
+def test_a_list_padded_with_entry_0_is_named_as_a_pad(checkpoint, models, monkeypatch):
+    """B057."""
+
+    def wrap(original):
+        def topk(dev, score, position, selected, ratio, **kwargs):
+            original(dev, score, position, selected, ratio, **kwargs)
+            selected.clamp_(min=0)
+
+        return topk
+
+    patched(monkeypatch, "topk", wrap)
+    audit = run(checkpoint, models, layers=(0, CSA))
+    assert every(audit, 0, "prefill")["visible.rule", "attn.visible"].state is State.PASS
+    verdict = every(audit, CSA, "prefill")["visible.rule", "attn.visible"]
+    assert verdict.state is State.FAIL
+    assert "pad" in verdict.details
+    assert verdict.component == "visibility mask"
+    # Attention over what was read is right all the same: the list is at fault, not the softmax.
+    assert every(audit, CSA, "prefill")["core.witness", "attn.core"].state is State.PASS
+
+
+def test_a_stored_key_that_changes_later_is_seen_by_attention_on_its_own_keys(checkpoint, models, monkeypatch):
+    """B003: a step that completes no group writes to entry 0."""
+
+    def wrap(original):
+        def store_entries(dev, rows, entry, cache):
+            original(dev, rows, entry, cache)
+            if rows.shape[1] == 1 and cache.shape[1] > 1 and bool((entry < 0).all()):
+                cache[:, 0] = cache[:, 1]
+
+        return store_entries
+
+    patched(monkeypatch, "store_entries", wrap)
+    audit = run(checkpoint, models, layers=(0, CSA))
+    found = every(audit, CSA, "decode")
+    assert found["visible.rule", "attn.visible"].state is State.PASS
+    assert found["core.witness", "attn.core"].state is State.FAIL
+    assert found["core.witness", "attn.core"].component == "attention core"
+
+
+@pytest.mark.parametrize(
+    ("name", "gate", "point"),
+    [("hc_post", "hc.sums", "hc_ffn.X"), ("hc_pre", "hc.sums", "hc_attn.a"), ("iterations", "sinkhorn.iterations", "hc_ffn.comb")],
+    ids=["B090 comb not transposed", "B095 pre weights ignored", "B096 an iteration fewer"],
+)
+def test_mixing_faults_are_named(name, gate, point, checkpoint, models, monkeypatch):
+    def post(original):
+        def hc_post(dev, y, X, weights, comb, out):
+            original(dev, y, X, weights, comb.mT.contiguous(), out)
+
+        return hc_post
+
+    def pre(original):
+        def hc_pre(dev, X, fn, base, scale, pre, weights, comb, a, iters, hc_eps, norm_eps):
+            original(dev, X, fn, base, scale, pre, weights, comb, a, iters - (name == "iterations"), hc_eps, norm_eps)
+            if name == "hc_pre":
+                a.copy_(X.float().mean(1))
+
+        return hc_pre
+
+    patched(monkeypatch, "hc_post" if name == "hc_post" else "hc_pre", post if name == "hc_post" else pre)
+    audit = run(checkpoint, models, layers=(0,))
+    for phase in ("prefill", "decode"):
+        verdict = every(audit, 0, phase)[gate, point]
+        assert verdict.state is State.FAIL
+        assert verdict.component == "mHC"
+        assert verdict.local is True
+    if name == "iterations":
+        assert "nearest to the result after 5 columns" in verdict.reason
+
+
+def test_a_flip_beyond_the_noise_fails_whatever_productions_own_error_is(clean):
+    from parity.evaluate import flip_margin, judge_flips
+
+    floor = clean.floor("free", "logits")
+    trace = clean.passes["production", "decode", 2].passes["decode", 2]
+    kept = trace.chunks["logits"]
+    assert judge_flips(clean, "decode").state is State.PASS
+    want = clean.get("reference", "logits", "decode", 2)
+    wrong = want.clone()
+    wrong[0, 0, want[0, 0].argmin()] = want.max() + 1
+    try:
+        trace.chunks["logits"] = [wrong]
+        assert flip_margin(floor) < float(want[0, 0].max() - want[0, 0].min())
+        assert judge_flips(clean, "decode").state is State.FAIL
+        assert witness.judge_top(clean, "decode", 5).state is State.FAIL
+    finally:
+        trace.chunks["logits"] = kept
+
+
+def test_a_text_that_loops_where_the_references_does_not_fails(clean, monkeypatch):
+    result = clean.greedy()
+    stuck = [[5] * len(text) for text in result.production]
+    varied = [list(range(len(text))) for text in result.reference]
+    monkeypatch.setattr(result, "reference", varied)
+    monkeypatch.setattr(result, "production", stuck)
+    monkeypatch.setattr(result, "first_difference", [0, 0])
+    monkeypatch.setattr(result, "margin", [99.0, 99.0])
+    assert witness.judge_degeneration(clean).state is State.FAIL
+    monkeypatch.setattr(result, "margin", [0.0, 0.0])  # parted at a near-tie: counted, not failed
+    verdict = witness.judge_degeneration(clean)
+    assert verdict.state is State.PASS
+    assert verdict.near_ties == 2
+
+
+def test_limits_of_the_witnesses_come_from_the_table():
+    for name in ("core.witness", "sink.sum", "attn.mass", "hc.sums", "sinkhorn.iterations", "residual.slope"):
+        assert gates.GATES[name].why
