@@ -171,6 +171,6 @@ def judge_set(device: Device, case: Case, frequencies: Tensor, test_id: str = ""
 
 
 def case_of(kind: str, material: Material, device: str, small: tuple[int, int, int]) -> Case:
-    """small: (keys, k, queries) on the CPU; a GPU takes 262,144 keys, k = 1024 and 8 queries of every set."""
-    keys, k, count = (262_144, 1024, 8) if device == "cuda" else small
+    """small: (keys, k, queries) on the CPU; a GPU takes 262,144 keys, k = 1024 and 4 queries of every set."""
+    keys, k, count = (262_144, 1024, 4) if device == "cuda" else small
     return make_case(kind, material, keys, k, count)
