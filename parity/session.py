@@ -25,6 +25,7 @@ import torch
 from parity import faults, selection
 from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
 from parity.cache import ReferenceCache, cache_folder, checkpoint_facts, code_hash, machine_facts
+from parity.isolation import REPRO, strength, strengthened, with_repro
 from parity.measure import measurements
 from probes.core import inputs
 from probes.core.records import Coverage, Divergence, Header, Kernel, Ledger, Record, State, Verdict, summarise
@@ -216,7 +217,7 @@ def start(session: pytest.Session) -> None:
             faults.import_from(run.fault_copy)
         _load(run)
         run.report_dir.mkdir(parents=True, exist_ok=True)
-        for name in ("run.jsonl", "report.html", "junit.xml"):
+        for name in ("run.jsonl", "report.html", "junit.xml", REPRO):
             (run.report_dir / name).unlink(missing_ok=True)
         run.ledger = Ledger(run.report_dir / "run.jsonl")
     except InputError as error:
@@ -395,18 +396,39 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     facts: list[Record] = [] if narrowed else list(coverage(run))
     for record in [*facts, *measurements(run.audit), *run.audit.cache_facts(), *run.audit.mechanisms(), *kernels(run)]:
         ledger.write(record)
-    summary = summarise(ledger.records, time.perf_counter() - run.started, first_divergence(ledger.records, run))
+    divergence = strengthened(first_divergence(ledger.records, run), ledger.records, run.audit)
+    divergence = with_repro(divergence, ledger.records, run.audit, run.report_dir, str(_near(run.report_dir / REPRO)), command_line(config))
+    summary = summarise(ledger.records, time.perf_counter() - run.started, divergence)
     if narrowed:
         summary = replace(summary, reasons=[*summary.reasons, narrowed], verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
     ledger.write(summary)
     ledger.close()
     report = render(ledger.records, run.report_dir)
-    shown = Path(os.path.relpath(report)) if not os.path.relpath(report).startswith("../..") else report
+    shown = _near(report)
     reason = f" ({summary.reasons[0]})" if summary.verdict == "incomplete" and summary.reasons else ""
-    run.closing = [f"verdict: {summary.verdict}{reason}", f"report: {shown}"]
+    run.closing = [*divergence_lines(divergence), f"verdict: {summary.verdict}{reason}", f"report: {shown}"]
     if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         clean = summary.verdict == "pass" or (bool(narrowed) and exitstatus == 0 and not summary.not_run)
         session.exitstatus = pytest.ExitCode.OK if clean else pytest.ExitCode.TESTS_FAILED
+
+
+def _near(path: Path) -> Path:
+    """The path relative to the current directory, where that is no longer."""
+    return Path(os.path.relpath(path)) if not os.path.relpath(path).startswith("../..") else path
+
+
+def divergence_lines(divergence: Divergence | None) -> list[str]:
+    """Where it starts, how sure that is, and how to run that one operation again."""
+    if divergence is None:
+        return []
+    where = f"{divergence.phase or 'single operation'}" + (f" step {divergence.step}" if divergence.step is not None else "")
+    local = {True: "local", False: "inherited", None: "local or inherited: cannot be told"}[divergence.local]
+    lines = ["first divergence: " + ", ".join(filter(None, [divergence.point, where, divergence.component, local, strength(divergence)]))]
+    if divergence.replay is not None:
+        lines.append(f"replay it alone: {divergence.replay}")
+    elif divergence.no_repro:
+        lines.append(f"no repro: {divergence.no_repro}")
+    return lines
 
 
 def _record_unreached(session: pytest.Session, run: Run) -> None:

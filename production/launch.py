@@ -11,20 +11,43 @@ cannot run raises KernelError; nothing stands in for it. Tests: parity/unit/test
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from production import cpu_device, cubins
-from production.signatures import Converter, KernelError, include_closure, near, signatures
+from production.signatures import Converter, KernelError, Parameter, include_closure, near, signatures
 from reference.config import InputError
 
-__all__ = ["CpuDevice", "CudaDevice", "Device", "KernelError", "open_device"]
+__all__ = ["CpuDevice", "CudaDevice", "Device", "KernelError", "Launch", "LaunchObserver", "open_device"]
 
 Argument = Tensor | int | float | None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as an observer sees it: what was asked of the device, and the kernel's parameters."""
+
+    source: str
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    args: tuple[Argument, ...]
+    shared_bytes: int
+    parameters: tuple[Parameter, ...]
+
+
+class LaunchObserver(Protocol):
+    """Sees every launch, before its kernel runs and after it has finished; the tensors are live."""
+
+    def before(self, launch: Launch) -> None: ...
+
+    def after(self, launch: Launch) -> None: ...
 
 
 class Device(ABC):
@@ -46,6 +69,7 @@ class Device(ABC):
             raise InputError(f"kernels directory {self.kernels_dir} does not exist")
         self._launches: dict[tuple[str, str], int] = {}
         self._builds: dict[str, str] = {}
+        self._observer: LaunchObserver | None = None
 
     @property
     def ran(self) -> list[tuple[str, str, str, str, int]]:
@@ -75,9 +99,31 @@ class Device(ABC):
                       contiguous; other strides are arguments of their own
         shared_bytes  dynamic shared memory, at most 227 KiB
         """
-        self._launch(source, kernel, grid, block, args, shared_bytes)
+        if self._observer is None:
+            self._launch(source, kernel, grid, block, args, shared_bytes)
+        else:
+            launch = Launch(source, kernel, grid, block, tuple(args), shared_bytes, self.parameters(source, kernel))
+            self._observer.before(launch)
+            self._launch(source, kernel, grid, block, args, shared_bytes)
+            self.synchronize()
+            self._observer.after(launch)
         key = (source, kernel)
         self._launches[key] = self._launches.get(key, 0) + 1
+
+    @contextmanager
+    def watched(self, observer: LaunchObserver) -> Iterator[None]:
+        """Shows every launch inside to one observer, synchronised; not inside a graph capture."""
+        if self._observer is not None:
+            raise RuntimeError("the device is watched already")
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
+
+    @abstractmethod
+    def parameters(self, source: str, kernel: str) -> tuple[Parameter, ...]:
+        """A kernel's C++ parameters. Builds the file at first use."""
 
     @abstractmethod
     def _launch(
@@ -123,10 +169,16 @@ class CpuDevice(Device):
         self, source: str, kernel: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument],
         shared_bytes: int,
     ) -> None:  # fmt: skip
+        self._found(source, kernel).launch(grid, block, args, shared_bytes, self._options)
+
+    def _found(self, source: str, kernel: str) -> cpu_device.Kernel:
         found = self._kernels.get((source, kernel))
         if found is None:
             found = self._kernels[source, kernel] = self.module(source).kernel(kernel)
-        found.launch(grid, block, args, shared_bytes, self._options)
+        return found
+
+    def parameters(self, source: str, kernel: str) -> tuple[Parameter, ...]:
+        return self._found(source, kernel).parameters
 
     def prebuild(self, sources: Sequence[str] | None = None) -> None:
         cpu_device.build_all(
@@ -177,10 +229,17 @@ class CudaDevice(Device):
         self, source: str, kernel: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument],
         shared_bytes: int,
     ) -> None:  # fmt: skip
+        stream = _Stream(torch.cuda.current_stream(self._index).cuda_stream)
+        self._found(source, kernel).launch(grid, block, args, shared_bytes, stream)
+
+    def _found(self, source: str, kernel: str) -> _CudaKernel:
         found = self._kernels.get((source, kernel))
         if found is None:
             found = self._kernels[source, kernel] = self._kernel(source, kernel)
-        found.launch(grid, block, args, shared_bytes, _Stream(torch.cuda.current_stream(self._index).cuda_stream))
+        return found
+
+    def parameters(self, source: str, kernel: str) -> tuple[Parameter, ...]:
+        return self._found(source, kernel).converter.parameters
 
     def prebuild(self, sources: Sequence[str] | None = None) -> None:
         cubins.build_all([self.source_path(s) for s in (self.sources() if sources is None else sources)], [self.arch])

@@ -173,7 +173,12 @@ class Mechanism:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first point, in dataflow order, that is over its limit."""
+    """The first point, in dataflow order, that is over its limit.
+
+    component    its cause class, in the words of the fault catalogue
+    checked      gates before it, in dataflow order, that passed; unobserved  places before it where no gate passed
+    repro        file beside the run that holds this one operation; replay  the command that runs it; no_repro  why there is none
+    """
 
     layer: int | None
     point: str
@@ -181,6 +186,11 @@ class Divergence:
     step: int | None
     local: bool | None
     component: str
+    checked: int = 0
+    unobserved: int = 0
+    repro: str | None = None
+    replay: str | None = None
+    no_repro: str = ""
 
 
 @dataclass(frozen=True)
