@@ -16,7 +16,7 @@ import torch
 from parity import gates
 from probes.core import memory
 from probes.core.records import Measurement, State, Verdict
-from reference.config import ModelConfig
+from reference.config import InputError, ModelConfig
 
 MILLION = memory.MILLION
 PRESET_LENGTHS = (65_536, 262_144, MILLION)  # tokens
@@ -36,7 +36,11 @@ def bounded(gate: str, point: str, value: float, compared: int, what: str, **fac
 
 def widths(model: Any, layer: int, ops: Any) -> Result:
     """Every buffer of a layer is as wide as what its first call wrote into it. B148, and an indexer key of heads * dim, are red."""
-    parts = memory.observed_widths(model, layer, ops)
+    try:
+        parts = memory.observed_widths(model, layer, ops)
+    except InputError as error:  # production's own door: buffers that do not fit are an error where a state is made
+        refused = bounded("widths", f"memory.widths[layer {layer}]", 1.0, 1, "widths that disagree", layer=layer)
+        return [_because(refused, str(error))], []
     wrong = [text for part in parts for text in part.disagreements()]
     component = "indexer" if any("indexer" in text for text in wrong) or not wrong else "KV quant"
     verdict = bounded("widths", f"memory.widths[layer {layer}]", float(len(wrong)), len(parts), "widths that disagree", layer=layer, component=component)
@@ -109,10 +113,10 @@ def reported(cache_module: Any, state_class: type, config: ModelConfig, where: s
     return [verdict], [Measurement("memory.reported", values=values)]
 
 
-def slope(model: Any, steps: int, counting: memory.Counting, what: str) -> Result:
+def slope(model: Any, steps: int, counting: memory.Counting, what: str, layer: int | None = None) -> Result:
     """Decode steps allocate nothing, and nothing grows. B166, B177, B178 are red."""
     seen = memory.decode_slope(model, steps, counting)
-    at: dict[str, Any] = {"phase": "decode", "step_first": 0, "step_last": steps - 1}
+    at: dict[str, Any] = {"phase": "decode", "layer": layer, "step_first": 0, "step_last": steps - 1}
     point = f"[{what}]"
     verdicts = [
         bounded("memory.allocations", f"memory.allocations{point}", float(seen.allocations), steps, "tensors allocated in decode steps", **at),
@@ -126,7 +130,7 @@ def slope(model: Any, steps: int, counting: memory.Counting, what: str) -> Resul
         "live_growth_bytes": seen.live_growth, "sampled": seen.source, "every": seen.every, "samples": len(seen.samples),
         "first_mb": seen.samples[0] / 1e6, "last_mb": seen.samples[-1] / 1e6, "spread_mb": seen.spread / 1e6,
     }  # fmt: skip
-    return verdicts, [Measurement("memory.slope", phase="decode", values=values)]
+    return verdicts, [Measurement("memory.slope", layer=layer, phase="decode", values=values)]
 
 
 def transients(model: Any, layer: int, contexts: Sequence[int], counting: memory.Counting) -> Result:

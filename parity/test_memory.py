@@ -117,7 +117,7 @@ def test_calls_allocate_nothing_that_stays(phase, model, settle, pytestconfig):
     if model.device.torch_device.type == "cuda":
         settle(capacity.slope(memory.resized(model, 2048), steps, count_allocations, f"{len(model.layers)} layers"))
     else:
-        settle(capacity.slope(memory.one_layer(model, layer, 2048), steps, count_allocations, f"layer {layer}"))
+        settle(capacity.slope(memory.one_layer(model, layer, 2048), steps, count_allocations, f"layer {layer}", layer))
 
 
 def test_a_full_state_refuses_one_token_more_and_keeps_the_rest(sample_layer, model, settle):

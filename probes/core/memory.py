@@ -17,6 +17,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,11 +98,12 @@ def fit_line(tokens: Sequence[int], size_bytes: Sequence[int]) -> Line:
     if len(set(tokens)) < 3 or len(tokens) != len(size_bytes):
         raise InputError(f"a line needs three different lengths, got {list(tokens)}")
     n = len(tokens)
-    mean_x, mean_y = sum(tokens) / n, sum(size_bytes) / n
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(tokens, size_bytes, strict=True)) / sum((x - mean_x) ** 2 for x in tokens)
+    mean_x, mean_y = Fraction(sum(tokens), n), Fraction(sum(size_bytes), n)
+    spread = sum(((x - mean_x) ** 2 for x in tokens), Fraction(0))
+    slope = sum(((x - mean_x) * (y - mean_y) for x, y in zip(tokens, size_bytes, strict=True)), Fraction(0)) / spread
     constant = mean_y - slope * mean_x
     off = max(abs(constant + slope * x - y) for x, y in zip(tokens, size_bytes, strict=True))
-    return Line(constant, slope, off)
+    return Line(float(constant), float(slope), float(off))
 
 
 # ---- closed formulas, from the text of the formats ----
@@ -369,7 +371,7 @@ def decode_slope(model: Any, steps: int, counting: Counting, prompt: int = 130, 
     vocab = model.config.vocab_size
     tokens = torch.arange(prompt + 1) % vocab
     model.prefill(tokens[None, :-1], state)
-    token, out = tokens[-1:].to(device), torch.empty(1, vocab, dtype=torch.float32, device=device)
+    token, out = tokens[-1:], torch.empty(1, vocab, dtype=torch.float32, device=device)
     with counting():  # the counter's own first use, too
         for _ in range(2 * every):
             model.decode(token, state, out=out)
@@ -451,14 +453,14 @@ def fill_to_capacity(model: Any, layer: int, prefill_chunk: int = 16) -> Capacit
     try:
         alone.prefill(ids[None, : capacity - 2], state)
         for position in (capacity - 2, capacity - 1):
-            alone.decode(ids[position : position + 1].to(device), state)
+            alone.decode(ids[position : position + 1], state)
     except InputError as error:
         return Capacity(capacity, int(state.length[0]), {}, [], str(error))
     before, length = state.export_layer(0), state.length.clone()
     X = torch.zeros(1, 1, c.hc_mult, c.hidden_size, device=device)
     fresh = alone.new_state(1)
     ways: dict[str, Callable[[], Any]] = {
-        "decode": lambda: alone.decode(ids[-1:].to(device), state),
+        "decode": lambda: alone.decode(ids[-1:], state),
         "prefill": lambda: alone.prefill(ids[None, -1:], state),
         "run_layer": lambda: alone.run_layer(0, X, ids[None, -1:], state),
         "prefill of capacity + 1": lambda: alone.prefill(ids[None], fresh),
