@@ -33,7 +33,7 @@ FREE_EXACT = ("prefill",)  # phases in which the reference without rounding is r
 def judge(base: Verdict, found: Recall, rows: int) -> Verdict:
     """The gate: no query may lose more than 0.3 % of its entries beyond near-ties, nor take one that it may not."""
     gate = GATES["recall"]
-    judgement = gates.judge(found.lost, 0.0, gate.isolated, rows=rows, what="share of entries lost by the worst query")
+    judgement = gates.judge(found.lost, 0.0, gate.isolated, k=0.0, rows=rows, what="share of entries lost by the worst query")
     reason = judgement.reason
     if found.not_allowed or found.incomplete:
         reason = f"{found.not_allowed} entries chosen that are not complete, do not exist or stand twice; {found.incomplete} queries left out complete ones"
@@ -134,7 +134,7 @@ def judge_run(audit: Audit, exact: ExactRun, layer: int, phase: str) -> tuple[Ve
     """Recall of one layer over one phase, on the reference's own input: the indexer's own loss."""
     name = "selected" if audit.config.kind(layer) == "csa" else "visible"
     point = f"layers.{layer}.attn.{name}"
-    base = Verdict("recall", point, "model", State.NOT_RUN, "1 - recall@k, worst query", layer=layer, phase=phase, component="indexer" if name == "selected" else "visibility mask")
+    base = Verdict("recall", point, "model", State.NOT_RUN, "1 - recall@k, worst query", layer=layer, phase=phase, component="indexer" if name == "selected" else "visibility mask", local=True)
     found = over_the_run(audit, exact, layer, phase)
     if found is None:
         crash = audit.crash
