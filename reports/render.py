@@ -398,7 +398,7 @@ def report_html(records: list[Record]) -> str:
         failures.sort(key=lambda row: row.index != divergence[2])  # the first divergence on top, the rest in run order
     passing = sorted(((i, v) for i, v in enumerate(run.verdicts) if v.state is State.PASS and v.spent is not None), key=lambda p: heat.badness(p[1]))
     missing = [c for c in run.coverage if c.observed < c.expected]
-    known = {"residual", "sinkhorn", "visible", "logits", "greedy", "recall", "choices"}
+    known = {"residual", "sinkhorn", "visible", "logits", "greedy", "recall", "choices", "self_parity", "observer"}
     others = [name for name in dict.fromkeys(m.name for m in run.measurements) if name not in known]
     html = environment.from_string(source).render(
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -414,6 +414,7 @@ def report_html(records: list[Record]) -> str:
         visible=measured(run, "visible", without=("point",)), logits=measured(run, "logits", without=("point",)), greedy=greedy_of(run),
         recall=measured(run, "recall", without=("point", "score_typical", "noise_typical")),
         choices=measured(run, "choices", without=("point", *(f"{c}_{k}_isolated" for c in ("entries", "experts") for k in ("largest_margin", "noise")))),
+        self_parity=measured(run, "self_parity", without=("point",)), observer=measured(run, "observer"),
         others=[(name, measured(run, name)) for name in others[:40]],
         operations=operations_table(run), gates=gates, gates_left_out=gates_left_out,
         closest=[gate_row(run, i) for i, _ in reversed(passing[-10:])],
