@@ -174,7 +174,7 @@ def _worst_of(base: Verdict, found: Sequence[Verdict], rows: Rows) -> Verdict:
     if chosen is None:
         chosen = max(found, key=lambda v: v.spent if v.spent is not None and not math.isnan(v.spent) else 0.0)
     where = [int(rows.row[chosen.where[1]]), int(rows.position[chosen.where[1]])] if len(chosen.where) > 1 and chosen.where[1] < len(rows.row) else chosen.where
-    details = {"worst_point": chosen.point, "points": len(found), "failed": [v.point for v in found if v.state is State.FAIL][:24], "median": chosen.details.get("median")}
+    details = {"worst_point": chosen.point, "points": len(found), "bit_equal": all(v.value == 0.0 for v in found), "failed": [v.point for v in found if v.state is State.FAIL][:24], "median": chosen.details.get("median")}
     reason = f"{chosen.point} at row {where[0]}, position {where[1]}: {chosen.reason}" if chosen.state is State.FAIL and len(where) > 1 else chosen.reason
     return replace(chosen, gate=base.gate, mode="model", where=where, details={**base.details, **details}, reason=reason, local=base.local)
 
@@ -301,7 +301,7 @@ def way_measurement(runs: SelfParity, phase: str, name: str) -> list[Measurement
     line = dict(table_of([way])[0])
     values = {
         "comparison": line["comparison"], "compared": f"{line['points']} points of {line['queries']} queries, {line['state_rows']} stored rows, bit by bit",
-        "bit_equal": line["bit_equal"], "worst_row": line["worst_row"], "floor": 0.0, "limit": 0.0, "first_difference": line["first_difference"], "not_exercised": line["skipped"],
+        "bit_equal": line["bit_equal"], "nearest_to_its_limit": "", "worst_row": line["worst_row"], "floor": 0.0, "limit": 0.0, "first_difference": line["first_difference"], "not_exercised": line["skipped"],
     }  # fmt: skip
     found = [Measurement("self_parity", phase=phase, values=values)]
     if way.seconds:
@@ -318,7 +318,7 @@ def way_measurement(runs: SelfParity, phase: str, name: str) -> list[Measurement
 def verdict_measurement(verdict: Verdict, comparison: str) -> Measurement:
     """The table line of a judged comparison."""
     values = {
-        "comparison": comparison, "compared": f"{verdict.rows} rows, {verdict.metric}", "bit_equal": verdict.value == 0.0 and verdict.state is State.PASS, "worst_row": verdict.value,
-        "floor": verdict.floor, "limit": verdict.limit, "first_difference": verdict.point if verdict.state is State.FAIL else None, "not_exercised": verdict.reason if verdict.state is State.NOT_RUN else "",
+        "comparison": comparison, "compared": f"{verdict.rows} rows, {verdict.metric}", "bit_equal": bool(verdict.details.get("bit_equal", verdict.value == 0.0)) and verdict.state is State.PASS, "nearest_to_its_limit": verdict.point,
+        "worst_row": verdict.value, "floor": verdict.floor, "limit": verdict.limit, "first_difference": verdict.point if verdict.state is State.FAIL else None, "not_exercised": verdict.reason if verdict.state is State.NOT_RUN else "",
     }  # fmt: skip
     return Measurement("self_parity", layer=verdict.layer, phase=verdict.phase, values=values)

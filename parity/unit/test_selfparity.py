@@ -327,3 +327,30 @@ def test_floors_are_asked_for_only_where_a_limit_needs_them(healthy):
     assert seen == []
     judge(audit_of(healthy, seen=seen), healthy, SelfCase("decode", "decode", "", 1, "isolated"))
     assert seen == ["decode"]
+
+
+# ---- the probe ----
+
+
+def test_the_probe_prints_tables_and_one_json_line(checkpoint, capsys):
+    import json
+
+    from probes import determinism
+
+    (checkpoint / "prompts").mkdir(exist_ok=True)
+    (checkpoint / "prompts" / "ids.json").write_text(json.dumps(prompt(30, 128)))
+    asked = ["--checkpoint", str(checkpoint), "--prompt", "ids.json", "--max-context", "200", "--tokens", "20", "--twins", "1", "--each-split", "--layers", "1"]
+    assert determinism.main(asked) == 0
+    *table, line = capsys.readouterr().out.rstrip("\n").split("\n")
+    values = json.loads(line)
+    assert values["measured"]
+    assert {way["way"] for way in values["ways"]} == {*WAYS["prefill"], *WAYS["decode"], "split at 3", "split at 4", "split at 5"}
+    assert all(way["bit_equal"] for way in values["ways"])
+    assert {one["point"] for one in values["decode"]} >= {"attn.visible", "attn.selected", "hc_ffn.X", "logits"}
+    assert all(one["floor"] is not None for one in values["decode"] if "worst_row" in one)
+    assert all(one["changed"] == 0 for one in values["stored"])
+    assert any("captures no graph" in text for text in table)
+    assert determinism.main([*asked, "--tokens", "201"]) == 2
+    with pytest.raises(SystemExit) as stop:
+        determinism.main(["--help"])
+    assert stop.value.code == 0
