@@ -27,7 +27,7 @@ from torch import Tensor
 from parity.cache import Entry, ReferenceCache, digest_of, pack_floor, pack_states, unpack_floors, unpack_states
 from probes.core.recorder import Recorder
 from probes.core.records import Measurement, Mechanism
-from probes.core.rows import absent_rows, replayable, row_errors, rows_of
+from probes.core.rows import absent_rows, least_size, replayable, row_errors, rows_of, score_unit
 from probes.core.trace import PassKey, Trace, grow_last, join
 from reference.points import INDICES, SCORES, layer_of, points_of_layer, points_of_model, spec_of
 
@@ -44,6 +44,7 @@ class Floor:
 
     error, norm     worst relative L2 and worst |norm ratio - 1| of a twin's row;  absolute  worst element error
     rows            twin rows seen; 0 means there is no floor
+    unit            SCORES: typical size of one score; a row is not measured by less
     errors          relative L2 of every row, by twin, phase and step
     """
 
@@ -51,6 +52,7 @@ class Floor:
     norm: float = 0.0
     absolute: float = 0.0
     rows: int = 0
+    unit: float = 0.0
     errors: dict[int, dict[PassKey, Tensor]] = field(default_factory=dict)
 
     def typical(self, passes: Sequence[PassKey] | None = None) -> float:
@@ -68,12 +70,14 @@ class Floor:
         """Take in one pass of one twin. valid [b, s]."""
         if kind == INDICES:
             return
+        least = None
         if kind == SCORES:
             width = max(got.shape[-1], want.shape[-1])
             got, want = grow_last(got, width, -torch.inf), grow_last(want, width, -torch.inf)
             seen = want.isfinite() & valid[..., None]
+            least = least_size(self.unit, seen)
             got, want = got.masked_fill(~seen, 0.0), want.masked_fill(~seen, 0.0)
-        error, norm = row_errors(got, want, row_dims)
+        error, norm = row_errors(got, want, row_dims, least)
         use = ~absent_rows(want, row_dims) & _spread(valid, error)
         if use.any():
             difference = (got - want).double().abs().nan_to_num(0.0)
@@ -87,6 +91,7 @@ class Floor:
         """Take in the floor of further passes."""
         self.error, self.norm, self.absolute = max(self.error, other.error), max(self.norm, other.norm), max(self.absolute, other.absolute)
         self.rows += other.rows
+        self.unit = self.unit or other.unit
         for twin, by_pass in other.errors.items():
             self.errors.setdefault(twin, {}).update(by_pass)
 
@@ -372,7 +377,7 @@ class Audit:
             if self.cache is not None:
                 self._keep(one, before, floors)
         for (mode, point), floor in floors.items():
-            self.floors.setdefault((mode, point), Floor()).merge(floor)
+            self.floors.setdefault((mode, point), self._new_floor(point)).merge(floor)
 
     def _keep(self, one: ReferencePass, before: Snapshots, floors: Mapping[tuple[str, str], Floor]) -> None:
         """Put a computed pass into the cache."""
@@ -460,8 +465,16 @@ class Audit:
                 if mode == "isolated" and point.endswith(KEPT):
                     narrow = torch.bfloat16 if "bf16" in twin.policy else torch.float32  # these points are rounded to it
                     self.twin_values[number, point, phase, step] = got.to(narrow)
-                floor = floors.setdefault((mode, point), Floor())
+                floor = floors.setdefault((mode, point), self._new_floor(point))
                 floor.add(got, want, spec.kind, rows_of(spec, mode, want.dim()), self.valid(phase), number, (phase, step))
+
+    def _new_floor(self, point: str) -> Floor:
+        """An empty floor; scores are measured by the typical size of the reference's scores over the prompt."""
+        floor = Floor()
+        if spec_of(point).kind == SCORES:
+            want = self.get("reference", point, "prefill")
+            floor.unit = score_unit(want.masked_fill(~self.prefill_valid[..., None], -torch.inf))
+        return floor
 
     # ---- what the tests read ----
 

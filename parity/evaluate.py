@@ -18,7 +18,7 @@ from parity.audit import Audit, Floor
 from parity.gates import GATES, Gate
 from parity.selection import Case
 from probes.core.records import State, Verdict
-from probes.core.rows import absent_rows, row_errors, rows_of
+from probes.core.rows import absent_rows, least_size, row_errors, rows_of
 from probes.core.trace import PassKey, grow_last
 from reference.points import INDICES, SCORES, PointSpec, spec_of
 
@@ -80,7 +80,7 @@ def judge_values(
 
     got, want [b, s, ...]; valid [b, s]; passes: what they were recorded in, None for everything. SCORES are compared where the reference looks; -inf must stand at the same places.
     """
-    masks_differ, first_mask = 0, None
+    masks_differ, first_mask, least = 0, None, None
     if spec.kind == SCORES:
         width = max(got.shape[-1], want.shape[-1])
         got, want = grow_last(got, width, -math.inf), grow_last(want, width, -math.inf)
@@ -93,9 +93,10 @@ def judge_values(
         first_mask = differ.nonzero()[0].tolist()
     if spec.kind == SCORES:
         seen = want.isfinite() & use
+        least = least_size(floor.unit, seen)
         got, want = got.masked_fill(~seen, 0.0), want.masked_fill(~seen, 0.0)
     dims = rows_of(spec, mode, want.dim())
-    error, norm = row_errors(got, want, dims)
+    error, norm = row_errors(got, want, dims, least)
     rows = valid.reshape(*valid.shape, *[1] * (error.dim() - 2)).expand(error.shape) & ~(absent_rows(want, dims) & absent_rows(got, dims))
     count = int(rows.sum())
     if count == 0 and spec.sparse and not masks_differ and valid.any():

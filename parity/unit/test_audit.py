@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,6 +73,18 @@ def test_floor_of_scores_ignores_what_may_not_be_seen():
     floor.add(got, want, SCORES, 1, torch.tensor([[True]]))
     assert floor.error == 0.5
     assert floor.absolute == 0.5
+
+
+def test_a_row_of_scores_near_zero_is_measured_by_what_scores_are():
+    want = torch.tensor([[[1.0, 1.0], [1e-6, 1e-6]]])
+    got = want.clone()
+    got[0, 1] = 2e-6
+    floor = Floor(unit=1.0)
+    floor.add(got, want, SCORES, 1, torch.ones(1, 2, dtype=torch.bool))
+    assert floor.error == pytest.approx(1e-6)
+    alone = Floor()
+    alone.add(got, want, SCORES, 1, torch.ones(1, 2, dtype=torch.bool))
+    assert alone.error == pytest.approx(1.0)
 
 
 def test_typical_row_is_of_the_asked_passes_only():

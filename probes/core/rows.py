@@ -13,8 +13,10 @@ from torch import Tensor
 from reference.points import PointSpec
 
 
-def row_errors(got: Tensor, want: Tensor, row_dims: int) -> tuple[Tensor, Tensor]:
+def row_errors(got: Tensor, want: Tensor, row_dims: int, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Relative L2 error and |norm ratio - 1| of every row; both [b, s, ...] fp64.
+
+    least  [b, s, ...] the smallest size a row is measured by: None is its own, whatever it is.
 
     A row that is all NaN in `want` is absent: NaN in both results if it is absent in `got` too, else inf.
     A zero row must be zero. NaN in `got` gives NaN, which passes no limit.
@@ -22,6 +24,8 @@ def row_errors(got: Tensor, want: Tensor, row_dims: int) -> tuple[Tensor, Tensor
     got, want = got.double().flatten(got.dim() - row_dims), want.double().flatten(want.dim() - row_dims)
     difference, size = (got - want).norm(dim=-1), want.norm(dim=-1)
     got_size = got.norm(dim=-1)
+    if least is not None:
+        got_size, size = got_size + (least - size).clamp_min(0), torch.maximum(size, least)
     zero = size == 0
     safe = torch.where(zero, torch.ones_like(size), size)
     error = torch.where(zero, torch.where(got_size == 0, 0.0, torch.inf), difference / safe)
@@ -30,6 +34,20 @@ def row_errors(got: Tensor, want: Tensor, row_dims: int) -> tuple[Tensor, Tensor
     one_sided = absent & ~got.isnan().all(-1)
     error = torch.where(one_sided, torch.inf, error)
     return error, torch.where(one_sided, torch.inf, ratio)
+
+
+def score_unit(want: Tensor) -> float:
+    """Typical size of one score: the median over queries of the root mean square of their finite scores [b, s, e]; 0: none."""
+    seen = want.isfinite()
+    count = seen.sum(-1)
+    size = (want.double().masked_fill(~seen, 0.0).square().sum(-1) / count.clamp_min(1)).sqrt()
+    return float(size[count > 0].median()) if bool((count > 0).any()) else 0.0
+
+
+def least_size(unit: float, seen: Tensor) -> Tensor:
+    """[b, s] size of a row of typical scores. Scores compete with each other: a query whose few scores happen to be near
+    zero is measured by what scores are, not by its own."""
+    return unit * seen.sum(-1).double().sqrt()
 
 
 def absent_rows(want: Tensor, row_dims: int) -> Tensor:
