@@ -191,12 +191,15 @@ def judge_sink(audit: Audit, layer: int, phase: str) -> Verdict:
     b, s, h = at
     per_head = share.flatten(0, 1)[valid.flatten()].mean(0)
     details: dict[str, Any] = {"head": h, "sink_share": float(share[b, s, h]), "weights_sum_to": float(got[b, s, h]), "mean_sink_share_per_head": [round(float(x), 6) for x in per_head]}
+    component = base.component
     if judged.state is State.FAIL:
         over = (~(off <= judged.limit) & usable).any(-1).nonzero()
         details["first"] = over[over[:, 1].argmin()].tolist()
+        if not _only_scaled(audit.values("production", point, phase, _steps(audit, phase)), plain, valid, GATES["core.witness"].isolated):
+            component = "attention core"  # the rows differ by more than a factor
     verdict = replace(
         base, state=judged.state, reason=judged.reason, value=float(off.max()), limit=judged.limit, spent=judged.spent, floor=floor, k=gate.k("isolated"),
-        eps=gate.isolated, where=at, rows=count, got=float(got[b, s, h]), want=float(due[b, s, h]), element=at, details=details,
+        component=component, eps=gate.isolated, where=at, rows=count, got=float(got[b, s, h]), want=float(due[b, s, h]), element=at, details=details,
     )  # fmt: skip
     return _at_step(audit, verdict, phase)
 
@@ -347,7 +350,12 @@ def judge_mixing(audit: Audit, layer: int, phase: str, half: str) -> list[Verdic
             verdicts.append(missing)
             continue
         v = {key: value.double() for key, value in mixing_parts(audit, "isolated", layer, half, phase).items()}
-        valid = audit.valid_over(phase, _steps(audit, phase))
+        asked = ("pre", "before") if name == "a" else ("post", "comb", "y", "before")
+        whole = torch.stack([v[part].flatten(2).isfinite().all(-1) for part in asked]).all(0)  # nothing follows from NaN
+        valid = audit.valid_over(phase, _steps(audit, phase)) & whole
+        if not valid.any():
+            verdicts.append(replace(base, reason=f"no query has finite {', '.join(asked)}"))
+            continue
         mixed = torch.einsum("bsij,bsid->bsjd", v["comb"], v["before"])
         want = torch.einsum("bsi,bsid->bsd", v["pre"], v["before"]) if name == "a" else v["post"][..., None] * v["y"][:, :, None] + mixed
         verdict = judge_values(base, spec_of(point), gate, "isolated", v[name], _rounded(audit, want), valid, _exact(valid))

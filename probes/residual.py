@@ -1,5 +1,8 @@
 """Growth of the residual streams |X| per layer, half and step in both models, and what made it: comb, or post * y.
 
+comb's spectral norm bounds what it may add (used: share of that bound); what is left of X after post * y and the comb part
+(remainder) is rounding, or a fault of the mixing.
+
 python -m probes.residual --prompt short.txt:0:60 --steps 16
 """
 
@@ -10,9 +13,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from probes.core.cli import Answer, Table, answer, ask_of, number, probe_parser
+from probes.core.drift import slope
 from probes.core.measure import residual_measurement
 from probes.pair import Pair, run_pair
 
@@ -65,6 +70,9 @@ def _site(pair: Pair, layer: int, half: str, phase: str) -> dict[str, Any]:
         )
         if phase == "decode":
             out[who]["rms_per_step"] = [residual_measurement(X[:, i : i + 1])["rms"] for i in range(X.shape[1])]
+    if phase == "decode":
+        steps = [torch.tensor(out[who]["rms_per_step"], dtype=torch.float64) for who in WHO]
+        out["drift"] = slope((steps[0] / steps[1]).log()) * (len(steps[0]) - 1)
     out["ratio"] = out["production"]["rms"] / out["reference"]["rms"] if out["reference"]["rms"] else float("nan")
     return out
 
@@ -86,24 +94,28 @@ def _sizes(found: Sequence[dict[str, Any]]) -> Table:
 def _origin(found: Sequence[dict[str, Any]]) -> Table:
     table = Table(
         "growth over the half and what made it, over the rms it started from (production | reference)",
-        ["layer", "half", "phase", "growth", "ref", "worst query", "comb X", "ref", "post y", "ref", "pre X", "ref"],
+        ["layer", "half", "phase", "growth", "ref", "worst query", "comb X", "ref", "post y", "ref", "pre X", "ref", "comb norm", "used", "remainder"],
     )
     for one in found:
         p, r = one["production"], one["reference"]
         table.add(
             one["layer"], one["half"], one["phase"], p["growth"], r["growth"], p["growth_max"],
-            p["from_comb"], r["from_comb"], p["from_post"], r["from_post"], p["into_block"], r["into_block"],
+            p["from_comb"], r["from_comb"], p["from_post"], r["from_post"], p["into_block"], r["into_block"], p["comb_norm"], p["comb_bound"], p["remainder"],
         )  # fmt: skip
     return table
 
 
 def _over_steps(pair: Pair, found: Sequence[dict[str, Any]]) -> Table:
-    table = Table("rms of X over decode steps", ["layer", "half", "model", "first", "least", "most", "last"])
+    table = Table(
+        "rms of X over decode steps; drift = slope of log(production / reference) over all of them",
+        ["layer", "half", "model", "first", "least", "most", "last", "drift"],
+    )
     for one in found:
         if one["phase"] == "decode":
             for who in WHO:
                 steps = one[who]["rms_per_step"]
-                table.add(one["layer"], one["half"], who, steps[0], min(steps), max(steps), steps[-1])
+                drift = one["drift"] if who == "production" else "-"
+                table.add(one["layer"], one["half"], who, steps[0], min(steps), max(steps), steps[-1], drift)
     return table
 
 

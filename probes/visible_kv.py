@@ -1,7 +1,7 @@
 """The exact set of keys each query saw, both models, as token ranges: window positions and compressed entries.
 
-Every set is checked against the other model's and against the rule of its own position (future, unfinished, stale, hole,
-duplicate). `--step` chooses the decode step whose ranges are printed; `--against-prefill` also runs production once over
+Every set is checked against the other model's and against the rule of its own position (pad, wrong ratio, wrong window edge,
+future, unfinished, stale, hole, duplicate). `--step` chooses the decode step whose ranges are printed; `--against-prefill` also runs production once over
 prompt and decode tokens together and compares the sets of the same positions.
 
     python -m probes.visible_kv --prompt short.txt:0:140 --layers 0-3 --steps 11 --step 10
@@ -22,7 +22,7 @@ from probes.core.cli import Answer, Table, answer, ask_of, count, probe_parser
 from probes.core.compare import compare_visible
 from probes.core.drive import run_model
 from probes.core.inputs import Prompt
-from probes.core.measure import FAULTS, ranges_text, visible_measurement, visible_ranges
+from probes.core.measure import FAULTS, RATIOS, ranges_text, visible_measurement, visible_ranges
 from probes.pair import Pair, load_production, run_pair
 from reference.config import InputError
 
@@ -68,6 +68,7 @@ def _layer(pair: Pair, layer: int, phase: str) -> dict[str, Any]:
     values = {who: pair.value(who, _point(layer), phase) for who in WHO}
     near, far = compare_visible(values["production"], values["reference"], config.sliding_window, valid)
     topk = config.index_topk if config.kind(layer) == "csa" else None
+    lengths = torch.tensor([len(prompt.ids) for prompt in pair.ask.prompts]) if phase == "prefill" else None
     out: dict[str, Any] = {
         "layer": layer,
         "kind": config.kind(layer),
@@ -77,7 +78,7 @@ def _layer(pair: Pair, layer: int, phase: str) -> dict[str, Any]:
     }
     for who in WHO:
         out[who] = visible_measurement(
-            values[who], pair.positions(phase), config.sliding_window, config.ratio(layer), valid, topk
+            values[who], pair.positions(phase), config.sliding_window, config.ratio(layer), valid, topk, lengths, RATIOS
         )
     return out
 

@@ -145,6 +145,8 @@ def divergence_words(run: Run) -> tuple[Divergence, str, int | None] | None:
     sentence = f"{', '.join(place)} ({first.component or 'component unknown'}); {origin[first.local]}"
     if match:
         sentence += f"; {words.times(match[1].spent)}"
+    if first.checked or first.unobserved:
+        sentence += f"; first of {first.checked + 1} checked, {first.unobserved} unobserved before it"
     return first, sentence, match[0] if match else None
 
 
@@ -398,7 +400,7 @@ def report_html(records: list[Record]) -> str:
         failures.sort(key=lambda row: row.index != divergence[2])  # the first divergence on top, the rest in run order
     passing = sorted(((i, v) for i, v in enumerate(run.verdicts) if v.state is State.PASS and v.spent is not None), key=lambda p: heat.badness(p[1]))
     missing = [c for c in run.coverage if c.observed < c.expected]
-    known = {"residual", "sinkhorn", "visible", "logits", "greedy", "recall", "choices", "self_parity", "observer"}
+    known = {"residual", "residual growth", "sinkhorn", "visible", "attention mass", "sink merge", "logits", "drift", "greedy", "recall", "choices", "self_parity", "observer"}
     others = [name for name in dict.fromkeys(m.name for m in run.measurements) if name not in known]
     html = environment.from_string(source).render(
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -410,6 +412,8 @@ def report_html(records: list[Record]) -> str:
         origins=origin_table(run, sorted({layer for b in blocks for layer in b.layers})),
         coverage=coverage_rows(run), missing=missing[:300], missing_left_out=max(0, len(missing) - 300),
         residual=measured(run, "residual", without=("point",)), residual_charts=residual_charts(run),
+        growth=measured(run, "residual growth", without=("point",)), mass=measured(run, "attention mass", without=("point",)),
+        sink_merge=measured(run, "sink merge"), drift=measured(run, "drift", without=("phase",)),
         sinkhorn=measured(run, "sinkhorn", without=("point",)), sinkhorn_charts=sinkhorn_charts(run),
         visible=measured(run, "visible", without=("point",)), logits=measured(run, "logits", without=("point",)), greedy=greedy_of(run),
         recall=measured(run, "recall", without=("point", "score_typical", "noise_typical")),

@@ -13,7 +13,7 @@ from probes.core.cli import Table, json_line, number, parse_layers
 from reference.checkpoint import INDEX_NAME
 from reference.config import InputError
 
-MODEL_PROBES = ("layers", "sinkhorn", "residual", "visible_kv", "record")
+MODEL_PROBES = ("layers", "sinkhorn", "residual", "visible_kv", "sink", "text", "drift", "record")
 PROBES = (*MODEL_PROBES, "diff")
 TINY = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-dsv4"
 
@@ -94,6 +94,9 @@ def test_sinkhorn_measures_both_models(world, capsys):
         assert site["production"]["column_deviation"] < 1e-5
         assert site["matrix"]["relative"] < 0.05
         assert len(site["reference"]["residuals"]) == 3
+        trail = site["production_trail"]
+        assert len(trail["residuals"]) == 3  # hc_sinkhorn_iters
+        assert (trail["nearest"], trail["distance"] < 1e-5) == ("3 columns", True)
 
 
 def test_residual_measures_growth_and_steps(world, capsys):
@@ -104,6 +107,52 @@ def test_residual_measures_growth_and_steps(world, capsys):
         assert site["ratio"] == pytest.approx(1, abs=0.05)
         assert site["production"]["growth"] > 0
     assert all(len(site["production"]["rms_per_step"]) == 3 for site in decode)
+    assert all(abs(site["drift"]) < 0.1 for site in decode)
+    for site in values["sites"]:
+        assert site["production"]["comb_bound"] <= 1.001
+        assert site["production"]["remainder"] < 4e-3
+
+
+def test_sink_counts_it_once_and_measures_shares(world, capsys):
+    values, table = measured(world, capsys, "sink")
+    assert [one["production_uses"] for one in values["merge"]] == ["one softmax", *["per segment, merged, the sink once"] * 2]
+    assert all(one["production_to_global"] < 4e-3 for one in values["merge"])
+    assert all(one["finite"] for one in values["extremes"])
+    assert len(values["layers_found"]) == 4
+    for one in values["layers_found"]:
+        assert one["unstored"] == 0
+        assert one["sum_off"] < 2e-3
+        for window, entries, sink in zip(one["window"], one["entries"], one["sink"], strict=True):
+            assert window + entries + sink == pytest.approx(1)
+    assert "raw copies" in table
+
+
+def test_sink_alone_runs_no_model(capsys):
+    assert call("sink", "--alone") == 0
+    values, _ = last_line(capsys)
+    assert {one["splits"] for one in values["merge"]} == {1, 2, 7}
+    assert "layers_found" not in values
+
+
+def test_text_measures_logits_and_both_texts(world, capsys):
+    values, table = measured(world, capsys, "text", "--greedy", "20")
+    assert {one["phase"] for one in values["logits"]} == {"prefill", "decode"}
+    for one in values["logits"]:
+        assert 0 <= one["kl_mean"] <= one["kl_max"]
+        assert 0 <= one["top5_agreement"] <= 1
+    for who in ("production", "reference"):
+        assert values["texts"][0][who]["tokens"] == 20
+        assert values["texts"][0][who]["degenerate"] in (True, False)
+    assert "greedy text" in table
+
+
+def test_drift_follows_the_error_over_steps(world, capsys):
+    values, _ = measured(world, capsys, "drift", "--phase", "decode", "--steps", "4")
+    found = {(one["class"], one["layers"]): one for one in values["classes"]}
+    assert found["attn.core", "csa"]["steps"] == 4
+    assert ("attn.compressor", "window") not in found
+    assert found["attn.compressor", "csa"]["mod4"][:3] == [None] * 3  # entries are completed at positions 3 mod 4 only
+    assert len(values["points"]) == 5 + 6 + 1
 
 
 def test_visible_kv_names_ranges_and_rules(world, capsys):

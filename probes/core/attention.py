@@ -169,7 +169,7 @@ def _overlap(near: Tensor, far: Tensor, ratio: int) -> tuple[Tensor, Tensor]:
 
 
 def weight_sum(core: Tensor, plain: Tensor, sink_share: Tensor) -> Tensor:
-    """[b, s, h]: what the weights behind `core` sum to, from its length along plain attention without a sink.
+    """[b, s, h]: what the weights behind `core` sum to, from its length along plain attention.
 
     core, plain [b, s, h, d]; plain and sink_share from `attend`: their own sum is 1 - sink_share.
     """
