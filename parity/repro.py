@@ -23,7 +23,8 @@ from torch import Tensor
 from parity.audit import Audit
 from probes.core.records import Divergence, Verdict, to_wire
 from probes.core.repro import ALIGN, Repro, Step, View, bytes_of, compare, extent
-from reference.points import layer_of, points_of_layer
+from probes.core.trace import PADS, grow_last
+from reference.points import layer_of, points_of_layer, spec_of
 
 LIMIT_BYTES = 512 << 20
 # Points that are read back from the cache, and the parts of a layer's cache that hold them.
@@ -343,7 +344,7 @@ class _Copies(_Watcher):
         valid = audit.valid(phase)[:, place.c0 : place.c0 + s]
         positions = audit.positions(phase, None if phase == "prefill" else (int(step or 0),) * 2)[:, place.c0 : place.c0 + s]
         notes = []
-        if not _same(self.value, recorded):
+        if not _same(self.point, self.value, recorded, valid):
             notes.append("the layer run again did not give the run's value: the fault needs what earlier passes left in memory")
         builds = {(source, kernel): build for source, kernel, _, build, _ in audit.production.device.ran}
         device = audit.production.device
@@ -395,8 +396,13 @@ def _merged(ranges: list[Range]) -> list[Range]:
     return merged
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+def _same(point: str, a: Tensor, b: Tensor, valid: Tensor) -> bool:
+    """Equal where a query is; scores and sets of other chunks may be wider."""
+    pad = PADS.get(spec_of(point).kind)
+    if pad is not None:
+        width = max(a.shape[-1], b.shape[-1])
+        a, b = grow_last(a, width, pad), grow_last(b, width, pad)
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan()))[valid].all())
 
 
 # ---- the layer, for running today's code ----
