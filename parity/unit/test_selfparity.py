@@ -229,6 +229,9 @@ def test_widths_that_grow_hold_nothing():
     found = differences(got, Rows({visible: wide[None]}, torch.tensor([4]), torch.tensor([0])), (visible,), CONFIG)[0]
     assert found.window
     assert self_parity.component_of(found) == "SWA ring"
+    unread = Difference("layers.0.attn.kv", 0, 1, 1, math.inf, 0, 0, math.nan, 1.0)
+    assert self_parity.component_of(unread) == "SWA ring", "the slot holds another token"
+    assert self_parity.component_of(Difference("layers.0.attn.kv", 0, 1, 1, 0.1, 0, 0, 2.0, 1.0)) == "KV quant"
 
 
 def test_a_state_that_differs_is_named_by_part_and_row():
