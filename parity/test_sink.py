@@ -41,11 +41,11 @@ def test_global_and_per_segment_merge(device, record, pytestconfig):
     record(Verdict(**{**vars(base), "state": judged.state, "reason": judged.reason, "value": off, "limit": judged.limit, "spent": judged.spent, "floor": 0.0, "k": 1.0, "eps": row.gate.isolated, "rows": rows}))
 
 
-@pytest.mark.parametrize("splits", SPLITS)
-def test_extreme_sinks_stay_finite(splits, device, record):
+@pytest.mark.parametrize(("splits", "variant"), [*((n, v) for n in SPLITS for v in ("tile", "mma")), (1, "naive")])
+def test_extreme_sinks_stay_finite(splits, variant, device, record):
     """+-1e4 and +-inf: nothing but numbers comes out, zero where the sink takes everything, no change where it takes nothing."""
     world = SinkWorld(sinks=EXTREMES)
-    got = world.run(device, splits)
+    got = world.run(device, splits, variant)
     plain = combine_segments(world.q, world.keys, torch.full_like(world.sink, -math.inf), 1)
     all_taken = [h for h, sink in enumerate(EXTREMES) if sink > 0]
     wrong = int((~got.isfinite()).sum()) + int((got[:, all_taken] != 0).sum())
@@ -56,7 +56,7 @@ def test_extreme_sinks_stay_finite(splits, device, record):
     judged = gates.judge_exact(wrong, got.numel(), "elements or rows are not what a sink without measure leaves")
     record(
         Verdict(
-            "sink.extreme", f"sparse_attn[sinks of 1e4 and inf, {splits} splits]", "operation", judged.state, "wrong elements", value=float(wrong), limit=0.0,
+            "sink.extreme", f"sparse_attn[sinks of 1e4 and inf, {variant}, {splits} splits]", "operation", judged.state, "wrong elements", value=float(wrong), limit=0.0,
             spent=judged.spent, rows=got.shape[0] * got.shape[1], reason=judged.reason, component="sink", local=True, why="limits of exp: 0, 1 and nothing between",
         )
     )

@@ -57,8 +57,8 @@ class SinkWorld:
 
         self.keys = decode_entries(self.packed, config)
 
-    def run(self, device: Device, splits: int) -> Tensor:
-        """Production's kernel on a full window, [t, h, d] fp32 on the CPU."""
+    def run(self, device: Device, splits: int, variant: str | None = None) -> Tensor:
+        """Production's kernel on a full window, [t, h, d] fp32 on the CPU; variant None: its own choice."""
         where, window = device.torch_device, SIZES["sliding_window"]
         T, h, d = self.q.shape
         ring, q = self.packed[None].to(where), self.q.to(where)
@@ -67,7 +67,7 @@ class SinkWorld:
         out = torch.full((T, h, d), math.nan, dtype=torch.bfloat16, device=where)
         part_o, part_ml = (torch.full((T, splits, h, n), math.nan, device=where) for n in (d, 2))
         ops.sparse_attn(
-            device, q, ring, ring_position, None, None, position, row, self.sink.to(where), out, window, 0, splits, part_o, part_ml
+            device, q, ring, ring_position, None, None, position, row, self.sink.to(where), out, window, 0, splits, part_o, part_ml, variant=variant
         )
         return out.float().cpu()
 
