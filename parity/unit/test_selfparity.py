@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -190,7 +191,7 @@ def rows(position, **values):
 
 
 POINTS = ("embed", "logits")
-CONFIG = SimpleNamespace(sliding_window=2, ratio=lambda layer: 4)
+CONFIG: Any = SimpleNamespace(sliding_window=2, ratio=lambda layer: 4)
 
 
 def test_one_different_bit_is_found_and_named():
@@ -248,11 +249,11 @@ def test_a_state_that_differs_is_named_by_part_and_row():
 
 def test_an_old_row_that_changed_fails_and_new_ones_have_a_limit():
     """kv of 6 tokens, window 4, decode from 4: columns 0 and 1 are old."""
-    config = SimpleNamespace(sliding_window=4, ratio=lambda layer: 0)
+    config: Any = SimpleNamespace(sliding_window=4, ratio=lambda layer: 0)
     want = {"length": torch.tensor([6]), "kv": torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(1))}
     got = {"length": torch.tensor([6]), "kv": want["kv"].clone()}
     base = Verdict("self.stored", "layers.0.state", "model", State.NOT_RUN, "rows", layer=0)
-    audit = SimpleNamespace(floor=lambda mode, point: Floor(error=1e-3, norm=1e-3, rows=9))
+    audit: Any = SimpleNamespace(floor=lambda mode, point: Floor(error=1e-3, norm=1e-3, rows=9))
 
     def verdict():
         return verdict_of_stored(audit, base, stored_parts(got, want, torch.tensor([4]), config, 0), 0, "isolated")
