@@ -35,7 +35,7 @@ from probes.core.rows import row_errors, rows_of
 from probes.core.text import degeneration, logits_measurement
 from reference.points import spec_of
 
-MOST_ITERATIONS = 200  # further Sinkhorn iterations tried to find how many reach 1e-6
+MOST_ITERATIONS = 1000  # further Sinkhorn iterations tried to find how many reach 1e-6
 # Classes of points whose error is followed over the steps.
 DRIFTING = ("attn.kv", "attn.compressor", "attn.core", "attn.out", "ffn.out", "hc_ffn.X")
 
