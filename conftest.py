@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,19 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     parity_session.start(session)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.failed:
+        parity_session.uncollected(collector, report)
+    return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config) -> None:
+    parity_session.collected(config)  # not called where a named test does not exist
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     parity_session.finish(session, exitstatus, render=render_report)
@@ -45,11 +59,6 @@ def render_report(records: list, out_dir: Path) -> Path:  # type: ignore[type-ar
     from reports.render import render_run
 
     return render_run(records, out_dir)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
-    parity_session.closing_lines(terminalreporter, config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

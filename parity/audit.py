@@ -260,11 +260,13 @@ class Audit:
 
     def _prefill(self) -> None:
         plan, lengths = self.plan, self.lengths
-        self.states = {
-            "production": self.production.new_state(self.batch, plan.max_context),
-            "isolated": self.production.new_state(self.batch, plan.max_context),
-        }
         began = time.perf_counter()
+
+        def open_states() -> None:
+            self.states = {who: self.production.new_state(self.batch, plan.max_context) for who in ("production", "isolated")}
+
+        if not self._guard("prefill", None, "new_state", open_states):
+            return
         with self._record("production", self.production, self.production_points, "prefill", None):
             if not self._guard("prefill", None, "free", lambda: self.production.prefill(self.tokens, self.states["production"], lengths)):
                 return
@@ -407,12 +409,17 @@ class Audit:
         return torch.tensor(tokens)
 
     def _choices(self, phase: str, step: int | None) -> dict[str, Tensor]:
-        """Production's own choices, made harmless for replay: what is out of range becomes "none" or expert 0."""
+        """Production's own choices, made harmless for replay: what is out of range becomes "none" or expert 0.
+
+        Where a tap did not fire the reference chooses for itself; the point is then not run, and what follows may differ.
+        """
         choices = {}
         valid = self.valid(phase)
         start = torch.zeros_like(self.lengths) if phase == "prefill" else self.lengths + (step or 0)
         position = start[:, None] + torch.arange(valid.shape[1])[None, :]
         for point in self.choice_points:
+            if not self.fired("production", point, phase, None if step is None else (step, step)):
+                continue
             value = self.get("production", point, phase, step).clone()
             if point.endswith("selected"):
                 choices[point] = replayable(value, (position[..., None] + 1) // 4, None)

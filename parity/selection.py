@@ -25,7 +25,7 @@ def parse_layers(text: str | None, count: int) -> tuple[int, ...]:
         return tuple(range(count))
     layers: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
+        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part, re.ASCII)
         if match is None:
             raise InputError(f"--layers {text}: {part!r} is neither a layer nor a range such as 0-3")
         first, last = int(match[1]), int(match[2] or match[1])

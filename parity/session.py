@@ -10,9 +10,12 @@ import contextlib
 import datetime
 import os
 import platform
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,18 +42,20 @@ DEFAULT_PROMPT = "medium.txt:0:250"
 DEFAULT_STEPS = 130
 DEFAULT_MAX_CONTEXT = 8192
 RUNS = ROOT / "reports" / "runs"
+DEVICES = ("cpu", "cuda")
 UNIT = ROOT / "parity" / "unit"
+FILES = ("run.jsonl", "report.html", "junit.xml", REPRO)
 
 
 def add_options(parser: pytest.Parser) -> None:
     """The command line of `pytest parity/`."""
     group = parser.getgroup("parity", "DeepSeek-V4 parity audit")
-    group.addoption("--phase", choices=["prefill", "decode", "both"], default="both", help="what is judged (default: both)")
+    group.addoption("--phase", default="both", metavar="prefill|decode|both", help="what is judged (default: both)")
     group.addoption("--layers", default=None, metavar="0-3,7", help="layers that are judged; all up to the highest are run (default: all)")
     group.addoption("--checkpoint", default=str(DEFAULT_CHECKPOINT), metavar="DIR", help="checkpoint directory (default: the bundled one)")
     group.addoption("--prompt", action="append", default=None, metavar="FILE[:START:END]", help="text or .json token ids, tokens START to END; may repeat, one batch row each (default: medium.txt:0:250)")
     group.addoption("--steps", default=str(DEFAULT_STEPS), metavar="N", help="decode steps after the prompt (default: 130)")
-    group.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where production runs (default: cpu)")
+    group.addoption("--device", default="cpu", metavar="cpu|cuda", help="where production runs (default: cpu)")
     group.addoption("--max-context", default=str(DEFAULT_MAX_CONTEXT), metavar="N", help="tokens the KV cache holds (default: 8192)")
     group.addoption("--report", default=None, metavar="DIR", help="where run.jsonl, report.html and junit.xml go (default: reports/runs/<date>-<commit>)")
     group.addoption("--no-cache", action="store_true", help="compute the reference and its twins even if an earlier run left them in ~/.cache/dsv4-parity/reference (DSV4_PARITY_CACHE moves it)")
@@ -79,10 +84,9 @@ def ignore_collect(path: Path, config: pytest.Config) -> bool | None:
 
 
 def _whole(text: str, option: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise InputError(f"{option} {text}: expected a whole number") from None
+    if re.fullmatch(r"-?[0-9]{1,18}", text) is None:
+        raise InputError(f"{option} {text}: expected a whole number")
+    value = int(text)
     if value < least:
         raise InputError(f"{option} {text}: expected at least {least}")
     return value
@@ -109,7 +113,8 @@ class Run:
     device_reason: str | None = None
     started: float = field(default_factory=time.perf_counter)
     judged: set[str] = field(default_factory=set)
-    closing: list[str] = field(default_factory=list)
+    uncollected: list[Verdict] = field(default_factory=list)
+    on_terminate: Any = None
     devices: list[Any] = field(default_factory=list)
 
     def record(self, record: Record) -> None:
@@ -139,11 +144,22 @@ def configure(config: pytest.Config) -> None:
         run = _checked(config)
     except InputError as error:
         raise pytest.UsageError(str(error)) from None
+    except OSError as error:  # a name that no file can have
+        raise pytest.UsageError(str(InputError(f"{error.filename}: {error.strerror}"))) from None
     config.stash[RUN] = run
+    config.option.continue_on_collection_errors = True  # a production that cannot be imported is judged, not a reason to stop
+    if threading.current_thread() is threading.main_thread():  # a run that is told to stop still closes its ledger and lets go
+        run.on_terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _checked(config: pytest.Config) -> Run:
     option = config.getoption
+    for arg, path in zip(config.args, _asked_paths(config), strict=True):
+        if not path.exists():
+            raise InputError(f"{arg}: no such file or directory")
+    for name, allowed in (("--phase", (*selection.PHASES, "both")), ("--device", DEVICES)):
+        if option(name) not in allowed:
+            raise InputError(f"{name} {option(name)}: expected {', '.join(allowed[:-1])} or {allowed[-1]}")
     steps = _whole(option("--steps"), "--steps", 0)
     max_context = _whole(option("--max-context"), "--max-context", 1)
     directory = Path(option("--checkpoint"))
@@ -166,7 +182,7 @@ def _checked(config: pytest.Config) -> Run:
         raise InputError(f"prompt of {longest} tokens and {needed - longest} steps need {needed} tokens, --max-context is {max_context}")
     fault = None
     if option("--inject") is not None:
-        fault = faults.find_fault(option("--inject"), Path(option("--faults")) if option("--faults") else faults.OPEN_LIST)
+        fault = faults.find_fault(option("--inject"), faults.OPEN_LIST if option("--faults") is None else config.invocation_params.dir / option("--faults"))
     elif option("--faults") is not None:
         raise InputError("--faults needs --inject ID")
     return Run(
@@ -183,6 +199,8 @@ def _report_dir(given: str | None, config: pytest.Config) -> Path:
             number += 1
             path = RUNS / f"{stamp}-{git_commit()[0] or 'nogit'}-{number}"
     else:
+        if not given:
+            raise InputError("--report: expected a directory")
         path = Path(os.path.normpath(config.invocation_params.dir / given))
     parent = path
     while not parent.exists():
@@ -191,6 +209,9 @@ def _report_dir(given: str | None, config: pytest.Config) -> Path:
         raise InputError(f"--report {path}: {parent} is no directory")
     if not os.access(parent, os.W_OK | os.X_OK) or _read_only(parent):
         raise InputError(f"--report {path}: {parent} cannot be written")
+    for name in FILES:
+        if (path / name).is_dir():
+            raise InputError(f"--report {path}: {name} is a directory")
     return path
 
 
@@ -206,7 +227,7 @@ def _read_only(directory: Path) -> bool:
 
 
 def start(session: pytest.Session) -> None:
-    """Load both models and open the ledger. Raises pytest.UsageError on bad input."""
+    """Load both models. Raises pytest.UsageError on bad input; nothing is written yet."""
     config = session.config
     if RUN not in config.stash or config.getoption("collectonly"):
         return
@@ -216,15 +237,33 @@ def start(session: pytest.Session) -> None:
             run.fault_copy = faults.plant(run.fault)
             faults.import_from(run.fault_copy)
         _load(run)
-        run.report_dir.mkdir(parents=True, exist_ok=True)
-        for name in ("run.jsonl", "report.html", "junit.xml", REPRO):
-            (run.report_dir / name).unlink(missing_ok=True)
-        run.ledger = Ledger(run.report_dir / "run.jsonl")
     except InputError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def collected(config: pytest.Config) -> None:
+    """Open the ledger, once pytest has found every test that was named. Raises pytest.UsageError."""
+    run = config.stash.get(RUN, None)
+    if run is None or run.audit is None:
+        return
+    try:
+        run.report_dir.mkdir(parents=True, exist_ok=True)
+        for name in FILES:
+            (run.report_dir / name).unlink(missing_ok=True)
+        run.ledger = Ledger(run.report_dir / "run.jsonl")
     except OSError as error:
-        raise pytest.UsageError(f"--report {run.report_dir}: {error.strerror}: {error.filename}") from None
+        raise pytest.UsageError(str(InputError(f"--report {run.report_dir}: {error.strerror}: {error.filename}"))) from None
     run.record(header(run))
+    for verdict in run.uncollected:
+        run.record(verdict)
+
+
+def uncollected(collector: pytest.Collector, report: pytest.CollectReport) -> None:
+    """Tests that could not be imported are a failure of the run."""
+    run = collector.config.stash.get(RUN, None)
+    if run is not None:
+        lines = str(report.longrepr).strip().splitlines() or ["no reason given"]
+        run.uncollected.append(Verdict("collection", collector.nodeid, "operation", State.FAIL, "tests can be imported", reason=lines[-1].removeprefix("E ").strip()[:300], test_id=collector.nodeid))
 
 
 def say(run: Run) -> Callable[[str], None]:
@@ -406,8 +445,9 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     report = render(ledger.records, run.report_dir)
     shown = _near(report)
     reason = f" ({summary.reasons[0]})" if summary.verdict == "incomplete" and summary.reasons else ""
-    run.closing = [*divergence_lines(divergence), f"verdict: {summary.verdict}{reason}", f"report: {shown}"]
-    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    closing = [*divergence_lines(divergence), f"verdict: {summary.verdict}{reason}", f"report: {shown}"]
+    config.add_cleanup(lambda: print("\n".join(closing), flush=True))  # below pytest's own last line
+    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         clean = summary.verdict == "pass" or (bool(narrowed) and exitstatus == 0 and not summary.not_run)
         session.exitstatus = pytest.ExitCode.OK if clean else pytest.ExitCode.TESTS_FAILED
 
@@ -509,18 +549,13 @@ def first_divergence(records: list[Record], run: Run) -> Divergence | None:
     return None
 
 
-def closing_lines(reporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The last two lines of a run."""
-    run = config.stash.get(RUN, None)
-    if run is not None and run.closing:
-        config.add_cleanup(lambda: print("\n".join(run.closing), flush=True))
-
-
 def unconfigure(config: pytest.Config) -> None:
     """Close what a killed run left open and remove the mutated copy."""
     run = config.stash.get(RUN, None)
     if run is None:
         return
+    if run.on_terminate is not None:
+        signal.signal(signal.SIGTERM, run.on_terminate)
     if run.ledger is not None:
         run.ledger.close()
     if run.fault_copy is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,10 @@ class InputError(ValueError):
 
     Command lines turn it into exit code 2 (pytest: its usage error 4); it never shows a traceback.
     """
+
+    def __str__(self) -> str:
+        """One line whatever a file's name holds: line breaks and control characters are escaped."""
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class ModelConfig:
     def from_dir(cls, checkpoint_dir: str | Path) -> ModelConfig:
         """Read `config.json` of a checkpoint directory. Raises InputError."""
         directory = Path(checkpoint_dir)
-        if not directory.is_dir():
+        if not os.path.isdir(directory):  # False also for a name that no file can have
             raise InputError(f"{directory}: no such directory; expected a checkpoint directory with config.json")
         path = directory / "config.json"
         if not path.is_file():
