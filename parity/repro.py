@@ -352,10 +352,11 @@ class _Copies(_Watcher):
         layer, more = _layer_part(audit, place, self.point, self.size)
         if not layer:
             notes.append("the layer's weights are too large to be in the file: today's kernels can be run on the recorded launches only")
+        unit = audit.floor(verdict.mode, self.point).unit
         facts = to_wire({
             "point": self.point, "phase": phase, "step": step, "layer": place.layer, "mode": verdict.mode, "component": divergence.component, "first_column": place.c0,
             "gate": {k: v for k, v in dataclasses.asdict(verdict).items() if k not in ("point", "phase", "layer", "mode", "component", "details")},
-            "median_limit": verdict.details.get("median_limit"), "recorded": compare(self.point, verdict.mode, self.value, want, valid), "policy": sorted(audit.production.policy),
+            "median_limit": verdict.details.get("median_limit"), "unit": unit, "recorded": compare(self.point, verdict.mode, self.value, want, valid, unit), "policy": sorted(audit.production.policy),
             "device": device.name, "arch": device.arch, "checkpoint": audit.plan.checkpoint_dir, "ratio": audit.config.ratio(place.layer), "command": command, "notes": notes,
             "config": dataclasses.asdict(audit.config),
         })  # fmt: skip

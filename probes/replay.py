@@ -198,7 +198,7 @@ def _show(repro: Repro, args: argparse.Namespace, value: Tensor, launches: list[
     facts, tensors = repro.facts, repro.tensors
     want, got, valid = tensors["want"], tensors["got"], tensors["valid"]
     value = value.reshape(got.shape) if value.numel() == got.numel() else value
-    now, then = (compare(facts["point"], facts["mode"], v, want, valid) for v in (value, got))
+    now, then = (compare(facts["point"], facts["mode"], v, want, valid, facts["unit"]) for v in (value, got))
     same = value.shape == got.shape and bool(((value == got) | (value.isnan() & got.isnan()))[valid].all())
     gate = facts["gate"]
     limit = gate.get("limit")

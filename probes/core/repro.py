@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from probes.core.rows import absent_rows, row_errors, rows_of
+from probes.core.rows import absent_rows, least_size, row_errors, rows_of
 from probes.core.trace import grow_last
 from reference.config import InputError
 from reference.points import INDICES, SCORES, spec_of
@@ -176,8 +176,8 @@ class Memory:
 # ---- a value against the reference's ----
 
 
-def compare(point: str, mode: str, got: Tensor, want: Tensor, valid: Tensor) -> dict[str, Any]:
-    """How far a value [b, s, ...] is from the reference's, over the valid queries [b, s]; no opinion.
+def compare(point: str, mode: str, got: Tensor, want: Tensor, valid: Tensor, unit: float = 0.0) -> dict[str, Any]:
+    """How far a value [b, s, ...] is from the reference's, over the valid queries [b, s]; no opinion. unit: typical score.
 
     Sets: `different` queries and the first of them. Numbers: `error` worst row rel-L2, `norm` worst |norm ratio - 1|,
     `median` of the rows, worst element with both values, and `masks` where only one side is finite.
@@ -200,11 +200,13 @@ def compare(point: str, mode: str, got: Tensor, want: Tensor, valid: Tensor) -> 
         raise RuntimeError(f"{point}: shape {list(got.shape)}, the reference has {list(want.shape)}")
     use = valid.reshape(*valid.shape, *[1] * (got.dim() - 2)).expand(got.shape)
     masks = int(((got.isfinite() != want.isfinite()) & use).sum())
+    least = None
     if spec.kind == SCORES:
         seen = want.isfinite() & use
+        least = least_size(unit, seen)
         got, want = got.masked_fill(~seen, 0.0), want.masked_fill(~seen, 0.0)
     dims = rows_of(spec, mode, want.dim())
-    error, norm = row_errors(got, want, dims)
+    error, norm = row_errors(got, want, dims, least)
     rows = valid.reshape(*valid.shape, *[1] * (error.dim() - 2)).expand(error.shape) & ~(absent_rows(want, dims) & absent_rows(got, dims))
     found = {"what": "worst row rel-L2", "masks": masks, "rows": int(rows.sum())}
     if not rows.any():
