@@ -82,6 +82,7 @@ def test_greedy_text_is_judged(clean):
 
 
 def test_everything_is_measured(clean):
+    clean.greedy()
     names = {m.name for m in measure.measurements(clean)}
     assert {"residual", "residual growth", "sinkhorn", "visible", "attention mass", "logits", "drift", "greedy"} <= names
     growth = next(m for m in measure.measurements(clean) if m.name == "residual growth")
