@@ -819,3 +819,39 @@ def test_hc_gives_the_same_bits_in_a_large_call(T, device, hostile, judge):
     operations = ("hc_pre", "hc_pre", "hc_pre", "hc_a", "hc_post", "hc_head")
     for operation, name, got, want in zip(operations, ("pre", "post", "comb", "a", "X", "head"), whole, parts, strict=True):
         judge(operation, f"{T} tokens = calls of 100: {name}", got, exact=True, reference=lambda want=want: want)
+
+
+# A sum hides the small codes behind the large ones: one key, or one dimension of it, at a time.
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sparse_attn_reads_every_code(way, device, hostile, judge):
+    """One visible key and no sink: the output is the key. Its bytes are all 254 finite e4m3 codes, zeros and subnormals among them."""
+    d, r = 256 + 64, 64
+    keys = Keys(d=d, r=r, h=16, window=1, slots=8, ratio=0, position=[3], row=[0], lengths=[4])
+    codes = torch.arange(256)
+    codes[[0x7F, 0xFF]] = 0
+    keys.ring[0, 3, :256] = codes.to(U8)
+    keys.ring[0, 3, d + r : d + r + 4] = torch.tensor([127, 120, 130, 127], dtype=U8)
+    keys.sink = torch.full((16,), -INF)
+    out, _ = keys.run(device, hostile, **WAYS[way])
+    scale = torch.tensor([1.0, 2.0**-7, 8.0, 1.0]).repeat_interleave(64)
+    judge("sparse_attn", f"every code, {way}", out[0, :, :256], exact=True,
+          reference=lambda: (formats.decode_e4m3(codes.to(U8)) * scale).expand(16, -1))  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", ["naive", "entries", "mma"])
+def test_indexer_score_reads_every_code(variant, device, hostile, judge):
+    """One dimension of one query head at a time, with both signs: the score is that dimension of the key."""
+    di, E = 32, 16
+    keys = torch.zeros(1, E, di // 2, dtype=U8)
+    keys[0, :, 0], keys[0, :, 9] = torch.arange(16).to(U8), (torch.arange(16) << 4).to(U8)  # dimensions 0 and 19
+    scales = torch.tensor([127, 118], dtype=U8).repeat(E // 2)[None, :, None].contiguous()
+    q = torch.zeros(4, 1, di)
+    for t, (column, sign) in enumerate([(0, 1.0), (0, -1.0), (19, 1.0), (19, -1.0)]):
+        q[t, 0, column] = sign
+    score = hostile.poisoned((4, E), F32)
+    ops.indexer_score(device, hostile.strided(q.bfloat16()), hostile.f32((4, 1), seed=24, lo=1.0, hi=1.0), hostile.strided(keys), hostile.strided(scales),
+                      hostile.packed(ints([63] * 4)), hostile.packed(ints([0] * 4)), score, 4, variant=variant)  # fmt: skip
+    value = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]) * torch.tensor([1.0, 2.0**-9]).repeat(8)
+    judge("indexer_score", f"every code, {variant}", score, exact=True, reference=lambda: torch.stack([value.relu(), (-value).relu()] * 2))

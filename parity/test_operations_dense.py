@@ -574,3 +574,42 @@ def test_no_number_of_rows_switches_to_other_arithmetic(device, hostile, judge):
     whole, parts = run(slice(rows)), [run(slice(t, t + 100)) for t in range(0, rows, 100)]
     for name, got in whole.items():
         judge(name, f"{rows} rows = calls of 100", got, exact=True, reference=lambda name=name: torch.cat([p[name] for p in parts]))
+
+
+# A sum hides the small codes behind the large ones: one weight at a time, the output is that weight.
+
+
+@VARIANTS
+def test_linear_fp8_reads_every_code(variant, device, hostile, judge):
+    """All 256 codes, zeros, subnormals and both NaN among them; each is a whole output, and exact in bf16."""
+    N, K = 256, 16
+    for column in (0, 5):
+        weight = torch.zeros(N, K, dtype=U8)
+        weight[:, column] = torch.arange(N).to(U8)
+        scale = torch.tensor([[127], [124]], dtype=U8)
+        x = torch.zeros(9, K)
+        x[:, column] = 1.0
+        out = hostile.poisoned((9, N), BF16)
+        ops.linear_fp8(device, hostile.strided(x.bfloat16()), hostile.packed(weight), hostile.packed(scale), out, variant=variant)
+        judge("linear_fp8", f"{variant}: every code, column {column}", out, exact=True,
+              reference=lambda weight=weight, scale=scale, column=column: formats.decode_fp8_weight(weight, scale)[:, column].expand(9, -1))  # fmt: skip
+
+
+@VARIANTS
+def test_experts_read_every_code(variant, device, hostile, judge):
+    """All 16 codes in the low and in the high nibble, at three scales."""
+    E, N, K, rows = 2, 16, 64, 9
+    for column in (0, 33):
+        weight = torch.zeros(E, N, K // 2, dtype=U8)
+        weight[..., column // 2] = (torch.arange(16) << 4 * (column % 2)).to(U8)
+        scale = torch.tensor([127, 120], dtype=U8)[:, None, None].expand(E, N, K // 32).contiguous()
+        x = torch.zeros(rows, K)
+        x[:, column] = 1.0
+        experts = (torch.arange(rows)[:, None] % E).to(I32)
+        gate, up = hostile.poisoned((rows, 1, N), BF16), hostile.poisoned((rows, 1, N), BF16)
+        scratch = hostile.poisoned((ops.experts_scratch(rows, 1, E),), I32)
+        w, s = hostile.packed(weight), hostile.packed(scale)
+        ops.experts_up(device, hostile.strided(x.bfloat16()), hostile.packed(experts), w, s, w, s, gate, up, variant=variant, scratch=scratch)
+        want = torch.stack([formats.decode_fp4_weight(weight[e], scale[e])[:, column] for e in range(E)])[experts[:, 0].long()][:, None]
+        for name, got in (("gate", gate), ("up", up)):
+            judge("experts_up", f"{variant}: every code, column {column}, {name}", got, exact=True, reference=lambda want=want: want)
