@@ -39,7 +39,7 @@ PART_POINTS = {"kv": "attn.kv", "compressor.entries": "attn.compressor", "indexe
 
 @dataclass(frozen=True)
 class SelfCase:
-    """One comparison. kind  way (name says which; equal bits) | decode | seen | stored (decode beside prefill) | graph."""
+    """One comparison. kind  way (name says which; equal bits) | decode | seen | stored (decode beside prefill)."""
 
     phase: str
     kind: str
@@ -49,7 +49,7 @@ class SelfCase:
 
     @property
     def id(self) -> str:
-        if self.kind in ("way", "graph"):
+        if self.kind == "way":
             return f"{self.phase}-{self.name or self.kind}"
         layer = "logits" if self.layer is None else f"L{self.layer}"
         return f"{self.phase}-{self.kind}-{layer}" + ("" if self.kind == "seen" else f"-{self.mode}")
@@ -62,11 +62,10 @@ class SelfCase:
             "decode": f"one shot = token by token, {'logits' if self.layer is None else chain}",
             "seen": "one position in prefill = in decode: keys and choices",
             "stored": f"state of a prefill = state of a prefill and steps, {chain}",
-            "graph": "eager step = captured step replayed at another length",
         }.get(self.kind) or SAID[self.phase, self.name]
 
 
-def cases(phases: Sequence[str], layers: Sequence[int], device: str) -> list[SelfCase]:
+def cases(phases: Sequence[str], layers: Sequence[int]) -> list[SelfCase]:
     """Every comparison that the asked phases and layers mean."""
     found = [SelfCase(phase, "way", name) for phase in phases for name in WAYS[phase]]
     if "decode" in phases:
@@ -74,8 +73,6 @@ def cases(phases: Sequence[str], layers: Sequence[int], device: str) -> list[Sel
             found += [SelfCase("decode", kind, "", layer, mode) for kind in ("decode", "stored") for mode in ("isolated", "free")]
             found.append(SelfCase("decode", "seen", "", layer))
         found.append(SelfCase("decode", "decode", "", None, "free"))
-        if device == "cuda":
-            found.append(SelfCase("decode", "graph"))
     return found
 
 

@@ -18,14 +18,13 @@ import pytest
 
 from parity import self_parity
 from parity.session import RUN, run_of
-from probes.core.records import State, Verdict
 
 
 def pytest_generate_tests(metafunc):
     """Ways of the asked phases; decode beside prefill only where decode is asked for."""
     run = metafunc.config.stash.get(RUN, None)
     if run is not None and "self_case" in metafunc.fixturenames:
-        cases = self_parity.cases(run.phases, run.layers, run.device)
+        cases = self_parity.cases(run.phases, run.layers)
         metafunc.parametrize("self_case", cases, ids=[case.id for case in cases])
 
 
@@ -37,10 +36,7 @@ def runs(audit):
 
 def test_way(self_case, audit, runs, record, pytestconfig):
     """The text run in another way: the same bits where the same kernels run, else within the noise of another order of sums."""
-    if self_case.kind == "graph":
-        verdict = Verdict("self.graph", "self.graph", "model", State.NOT_RUN, "rows whose bits differ", phase="decode", component="graph capture", reason="production captures no graph yet: there is nothing to replay at another length")
-    else:
-        verdict = self_parity.judge(audit, runs, self_case)
+    verdict = self_parity.judge(audit, runs, self_case)
     for measurement in self_parity.measurements_of(runs, self_case, verdict):
         run_of(pytestconfig).record(measurement)
     record(verdict)

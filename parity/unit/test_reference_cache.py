@@ -187,12 +187,12 @@ def test_a_window_that_moved_by_one_costs_one_row():
 
 
 def test_floors_survive(tmp_path):
-    floor = Floor(0.1 + 0.2, 1e-300, float("inf"), 7, {0: {("prefill", None): torch.rand(3, dtype=torch.float64)}, 2: {("decode", 4): torch.rand(1, dtype=torch.float64)}})
+    floor = Floor(0.1 + 0.2, 1e-300, float("inf"), 7, 0.5, {0: {("prefill", None): torch.rand(3, dtype=torch.float64)}, 2: {("decode", 4): torch.rand(1, dtype=torch.float64)}})
     cache, entry = cache_at(tmp_path), Entry({}, {})
     pack_floor("free layers.1.attn.q", floor, entry)
     cache.save("k" * 64, entry)
     back = unpack_floors(cache.load("k" * 64), Floor)["free layers.1.attn.q"]
-    assert (back.error, back.norm, back.absolute, back.rows) == (floor.error, floor.norm, floor.absolute, floor.rows)
+    assert (back.error, back.norm, back.absolute, back.rows, back.unit) == (floor.error, floor.norm, floor.absolute, floor.rows, floor.unit)
     assert torch.equal(back.errors[2]["decode", 4], floor.errors[2]["decode", 4])
     assert torch.equal(back.errors[0]["prefill", None], floor.errors[0]["prefill", None])
 

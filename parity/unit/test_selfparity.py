@@ -99,7 +99,7 @@ def test_each_split_gives_the_same_bits(healthy):
 
 def test_decode_is_near_prefill(healthy):
     audit = audit_of(healthy)
-    for case in cases(("decode",), healthy.layers, "cpu"):
+    for case in cases(("decode",), healthy.layers):
         if case.kind == "way":
             continue
         verdict = judge(audit, healthy, case)
@@ -124,7 +124,7 @@ def test_short_texts_are_compared_too(tokens, model):
             way = runs.way(phase, name)
             assert way.first is None
             assert way.queries > 0 or name in ("batched", "repeated")
-    assert all(judge(audit_of(runs), runs, case).state is State.PASS for case in cases(("decode",), runs.layers, "cpu") if case.kind != "way")
+    assert all(judge(audit_of(runs), runs, case).state is State.PASS for case in cases(("decode",), runs.layers) if case.kind != "way")
 
 
 def test_a_long_text_is_cut_and_a_short_one_goes_round():
@@ -299,13 +299,11 @@ def test_a_log_lets_go_and_keeps_valid_queries_only():
 
 
 def test_cases_follow_the_command_line():
-    prefill = cases(("prefill",), (0, 2), "cpu")
+    prefill = cases(("prefill",), (0, 2))
     assert {case.phase for case in prefill} == {"prefill"}
-    both = cases(("prefill", "decode"), (0, 2), "cpu")
+    both = cases(("prefill", "decode"), (0, 2))
     assert {case.layer for case in both if case.kind == "seen"} == {0, 2}
     assert len({case.id for case in both}) == len(both)
-    assert not any(case.kind == "graph" for case in both)
-    assert any(case.kind == "graph" for case in cases(("decode",), (0,), "cuda"))
     assert all(case.said for case in both)
     assert set(SAID) == {(phase, name) for phase, names in WAYS.items() for name in names}
 
