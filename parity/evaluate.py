@@ -48,7 +48,23 @@ def judge_case(audit: Audit, case: Case, test_id: str) -> Verdict:
         return _with_step(_judge_visible(audit, case, base, got, want, valid), case)
     passes: list[PassKey] = [("prefill", None)] if case.steps is None else [("decode", step) for step in range(case.steps[0], case.steps[1] + 1)]
     floor = audit.floor(case.mode, case.point)
-    return _with_step(judge_values(base, spec, GATES[spec.name], case.mode, got, want, valid, floor, passes), case)
+    verdict = judge_values(base, spec, GATES[spec.name], case.mode, got, want, valid, floor, passes)
+    if verdict.state is State.FAIL and spec.name in ("attn.q", "attn.kv"):
+        verdict = replace(verdict, component=_which_part(verdict, got, want, valid, audit.config.qk_rope_head_dim))
+    return _with_step(verdict, case)
+
+
+def _which_part(verdict: Verdict, got: Tensor, want: Tensor, valid: Tensor, r: int) -> str:
+    """What a wrong q or kv points to: keys that are not there to the ring, wrong rotary dims alone to the rotation.
+
+    got, want [b, s, .., d], the last r dims carry the rotation; valid [b, s].
+    """
+    got, want = got[valid].double(), want[valid].double()
+    if bool((got.isnan().all(-1) & ~want.isnan().all(-1)).any()):
+        return "SWA ring"  # the slot holds another token, or nothing
+    plain, rotated = (float(row_errors(g[None], w[None], 1)[0].nan_to_num(math.inf).max()) for g, w in ((got[..., :-r], want[..., :-r]), (got[..., -r:], want[..., -r:])))
+    limit = verdict.limit or 0.0
+    return "rope" if plain <= limit < rotated else verdict.component
 
 
 def _base(case: Case, spec: PointSpec, test_id: str) -> Verdict:

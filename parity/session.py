@@ -516,6 +516,9 @@ def kernels(run: Run) -> list[Kernel]:
     return [Kernel(*key, launches=n) for key, n in sorted(counts.items())]
 
 
+WHOLE_PHASE = 1 << 30  # stands for the step of a gate that judges all of decode at once
+
+
 def first_divergence(records: list[Record], run: Run) -> Divergence | None:
     """The failed gate that comes first: phase, then decode step, then dataflow; isolated before free at one place.
 
@@ -532,7 +535,8 @@ def first_divergence(records: list[Record], run: Run) -> Divergence | None:
         if record.mode in ("isolated", "free") and record.phase is not None and record.point in order:
             if record.state is State.FAIL:
                 step = record.details.get("first_step", record.step_first)
-                step = -1 if step is None else int(step)
+                # A gate over a whole decode phase cannot say when: it comes after those that can.
+                step = int(step) if step is not None else -1 if record.phase == "prefill" else WHOLE_PHASE
                 key = (selection.PHASES.index(record.phase), step, order[record.point], selection.MODES.index(record.mode))
                 chain.append((key, record))
             elif record.state is State.PASS and record.mode == "isolated":
@@ -542,7 +546,7 @@ def first_divergence(records: list[Record], run: Run) -> Divergence | None:
     if chain:
         key, first = min(chain, key=lambda entry: entry[0])
         local = True if first.mode == "isolated" else ((first.point, first.phase, first.step_first) not in passed)
-        return Divergence(first.layer, first.point, first.phase, key[1] if key[1] >= 0 else None, local, first.component)
+        return Divergence(first.layer, first.point, first.phase, key[1] if 0 <= key[1] < WHOLE_PHASE else None, local, first.component)
     if operations:
         first = operations[0]
         return Divergence(first.layer, first.point, first.phase, first.step_first, first.local, first.component)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -180,3 +181,24 @@ def test_other_keys_fail_and_name_the_source(got, component):
     assert verdict.state is State.FAIL
     assert verdict.component == component
     assert verdict.details["first"] == [0, 0]
+
+
+# ---- which part ----
+
+
+def part(spoil):
+    want = rows(s=6, d=16)
+    got = want.clone()
+    spoil(got)
+    verdict = judge(got, want)
+    assert verdict.state is State.FAIL
+    return evaluate._which_part(replace(verdict, component="KV quant"), got, want, torch.ones(1, 6, dtype=torch.bool), 4)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "component"),
+    [(lambda t: t[..., -4:].neg_(), "rope"), (lambda t: t[..., :-4].neg_(), "KV quant"), (lambda t: t.neg_(), "KV quant"), (lambda t: t[0, 2].fill_(NAN), "SWA ring")],
+    ids=["rotary dims alone", "plain dims alone", "all dims", "a key that is not there"],
+)
+def test_a_wrong_key_names_the_part_that_made_it(spoil, component):
+    assert part(spoil) == component
