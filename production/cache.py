@@ -15,7 +15,8 @@ Tests: parity/unit/test_cache.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
@@ -307,6 +308,39 @@ class KVCache:
             if not need <= held <= cap:
                 raise InputError(f"layer {layer}: snapshot part {name!r} has {held} entries, expected {need} to {cap}")
         return length
+
+
+class Backup:
+    """Room for what a prefill overwrites, so that a call that fails half way has taken nothing. Allocated once, beside the cache.
+
+    Entries and keys are not copied: those of groups still to come are read by nobody. Decode needs none of this: until its
+    length advances, at its end, it has written only what nobody reads.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.copies = [[torch.empty_like(tensor) for tensor in self.overwritten(layer)] for layer in cache.layers]
+
+    @staticmethod
+    def overwritten(layer: LayerCache) -> list[Tensor]:
+        states = [state for state in (layer.state, layer.index_state) if state is not None]
+        return [layer.ring, layer.ring_position, layer.length, *(rows for state in states for rows in (state.kv, state.gate))]
+
+    @contextmanager
+    def kept_on_error(self, layers: range) -> Iterator[None]:
+        """What these layers hold is put back when the block raises."""
+        pairs = [pair for n in layers for pair in zip(self.overwritten(self.cache.layers[n]), self.copies[n], strict=True)]
+        mirror = [self.cache.mirror[n] for n in layers]
+        for tensor, copy in pairs:
+            copy.copy_(tensor)
+        try:
+            yield
+        except BaseException:
+            for tensor, copy in pairs:
+                tensor.copy_(copy)
+            for n, lengths in zip(layers, mirror, strict=True):
+                self.cache.mirror[n] = lengths
+            raise
 
 
 def live_rows(length: Tensor, ratio: int) -> Tensor:

@@ -29,7 +29,10 @@ def checked_tokens(config: ModelConfig, tokens: Tensor, batch: int, lengths: Ten
         raise InputError(f"tokens: {b} rows, the state has {batch}")
     counts = [s] * b
     if lengths is not None:
-        given = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths)
+        try:
+            given = torch.as_tensor(lengths)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(f"lengths: expected {b} integers, got {lengths!r}") from None
         if tuple(given.shape) != (b,) or given.is_floating_point() or given.dtype == torch.bool:
             raise InputError(f"lengths: expected {b} integers, got {given.dtype} {list(given.shape)}")
         counts = [int(n) for n in given.tolist()]
@@ -47,7 +50,8 @@ def checked_choices(
 ) -> dict[str, Tensor]:
     """The given choices of these layers, [b, s, k] i32 on the cache's device, ascending, -1 = none or pad.
 
-    `layers.N.attn.selected` (CSA): complete entries of the query, any number. `layers.N.ffn.experts`: k distinct experts.
+    `layers.N.attn.selected` (CSA): complete entries of the query, any number. `layers.N.ffn.experts`: k experts,
+    distinct in layers that score them.
     """
     given: dict[str, Tensor] = {}
     if not choices:
@@ -58,10 +62,11 @@ def checked_choices(
         if layer not in layers:
             continue
         experts = name.endswith("ffn.experts")
+        if not isinstance(value, Tensor) or value.dim() != 3 or value.is_floating_point() or value.dtype == torch.bool:
+            got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise InputError(f"choices: {name}: expected integers [{len(counts)}, {s}, k], got {got}")
         if tuple(value.shape) != (len(counts), s, config.num_experts_per_tok if experts else value.shape[-1]):
             raise InputError(f"choices: {name}: expected [{len(counts)}, {s}, k], got {list(value.shape)}")
-        if value.is_floating_point():
-            raise InputError(f"choices: {name}: expected integers, got {value.dtype}")
         ids = torch.where(valid[..., None], value.cpu().long(), -1)
         position = torch.tensor(cache.mirror[layer])[:, None] + torch.arange(s)  # [b, s]
         limit = torch.full_like(position, config.n_routed_experts) if experts else (position + 1) // 4
@@ -69,7 +74,8 @@ def checked_choices(
         if bool((((ids >= limit[..., None]) & (ids >= 0)) | (ids < least[..., None])).any()):
             raise InputError(f"choices: {name}: an id is out of range")
         ids = torch.where(ids < 0, NONE, ids).sort(-1).values
-        if bool(((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] != NONE)).any()):
+        twice = bool(((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] != NONE)).any())
+        if twice and not (experts and config.is_hash(layer)):  # a table may name an expert twice
             raise InputError(f"choices: {name}: an id is given twice for one query")
         given[name] = torch.where(ids == NONE, -1, ids).to(cache.device, torch.int32)
     return given

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from production import ops
 from production.attention import Attention
-from production.cache import KVCache, cost
+from production.cache import Backup, KVCache, cost
 from production.door import Choices, checked_choices, checked_tokens
 from production.launch import Device, open_device
 from production.moe import MoE
@@ -102,6 +102,7 @@ class State:
         self.model, self.batch, self.max_context = model, batch, max_context
         chunk = min(model.prefill_chunk, max_context)
         self.cache = KVCache(c, len(model.layers), batch, max_context, chunk, device)
+        self.backup = Backup(self.cache)
         self.workspace = Workspace(c, model.layers, batch, chunk, max_context, device)
         for block, cache in zip(model.blocks, self.cache.layers, strict=True):
             if block.attn.indexer is not None:
@@ -168,7 +169,7 @@ class Transformer:
         context = self.max_context if max_context is None else max_context
         if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
             raise InputError(f"batch: expected an integer >= 1, got {batch!r}")
-        if not isinstance(context, int) or not 1 <= context <= self.max_context:
+        if isinstance(context, bool) or not isinstance(context, int) or not 1 <= context <= self.max_context:
             raise InputError(f"max_context={context!r}: expected 1 to {self.max_context}, what the model was loaded with (--max-context)")
         return State(self, batch, context)
 
@@ -177,18 +178,19 @@ class Transformer:
 
         Each row goes on at its own position. An error leaves the state untouched.
         """
-        c = self.config
+        c, layers = self.config, range(len(self.layers))
+        self._check_state(state)
         counts = checked_tokens(c, tokens, state.batch, lengths)
         b, s = tokens.shape
-        self._check_state(state)
         state.cache.check_level()
-        state.cache.check_room(range(len(self.layers)), counts)
+        state.cache.check_room(layers, counts)
         given = checked_choices(c, choices, state.cache, counts, s, self.layers)
         logits = torch.empty(b, s, self.config.vocab_size, dtype=torch.float32, device=self.device.torch_device)
-        for c0 in range(0, s, state.workspace.chunk):
-            c1 = min(s, c0 + state.workspace.chunk)
-            part = [min(max(n - c0, 0), c1 - c0) for n in counts]
-            self._forward(tokens[:, c0:c1], state, part, _chunk_of(given, c0, c1), False, logits[:, c0:c1])
+        with state.backup.kept_on_error(layers):
+            for c0 in range(0, s, state.workspace.chunk):
+                c1 = min(s, c0 + state.workspace.chunk)
+                part = [min(max(n - c0, 0), c1 - c0) for n in counts]
+                self._forward(tokens[:, c0:c1], state, part, _chunk_of(given, c0, c1), False, logits[:, c0:c1])
         return logits
 
     def decode(self, tokens: Tensor, state: State, choices: Choices | None = None, out: Tensor | None = None) -> Tensor:
@@ -196,8 +198,8 @@ class Transformer:
         if not isinstance(tokens, Tensor) or tokens.dim() != 1:
             raise InputError(f"tokens: expected shape [b], got {list(getattr(tokens, 'shape', []))}")
         columns = tokens[:, None]
-        counts = checked_tokens(self.config, columns, state.batch, None)
         self._check_state(state)
+        counts = checked_tokens(self.config, columns, state.batch, None)
         state.cache.check_level()
         state.cache.check_room(range(len(self.layers)), counts)
         given = checked_choices(self.config, choices, state.cache, counts, 1, self.layers)
@@ -223,27 +225,29 @@ class Transformer:
         if layer not in self.layers:
             raise InputError(f"layer {layer}: this model runs layers {self.layers[0]} to {self.layers[-1]}")
         c = self.config
+        self._check_state(state)
         counts = checked_tokens(c, tokens, state.batch, lengths)
         b, s = tokens.shape
-        if tuple(X.shape) != (b, s, c.hc_mult, c.hidden_size):
-            raise InputError(f"X: expected {[b, s, c.hc_mult, c.hidden_size]}, got {list(X.shape)}")
+        if tuple(X.shape) != (b, s, c.hc_mult, c.hidden_size) or not X.is_floating_point():
+            raise InputError(f"X: expected floating point {[b, s, c.hc_mult, c.hidden_size]}, got {X.dtype} {list(X.shape)}")
         if decode and s != 1:
             raise InputError(f"decode takes one token a row, got {s}")
         state.cache.check_room(range(layer, layer + 1), counts)
         given = checked_choices(c, choices, state.cache, counts, s, (layer,))
         result = torch.empty(b, s, *X.shape[2:], dtype=torch.float32, device=self.device.torch_device)
-        for c0 in range(0, s, state.workspace.chunk):
-            c1 = min(s, c0 + state.workspace.chunk)
-            part = [min(max(n - c0, 0), c1 - c0) for n in counts]
-            call, count, length = state.workspace.at(c1 - c0), state.count[layer], state.cache.layers[layer].length
-            call.flat.tokens.view(b, -1).copy_(tokens[:, c0:c1])
-            call.flat.X.view(b, c1 - c0, *X.shape[2:]).copy_(X[:, c0:c1])
-            count.copy_(torch.tensor(part, dtype=torch.int32))
-            ops.token_positions(self.device, length, count, call.flat.position, call.flat.row)
-            self._run_block(layer, state, call, count, part, _chunk_of(given, c0, c1), decode)
-            result[:, c0:c1].copy_(call.flat.X.view(b, c1 - c0, *X.shape[2:]))
-            ops.advance(self.device, length, count)
-            state.cache.advanced(range(layer, layer + 1), part)
+        with state.backup.kept_on_error(range(layer, layer + 1)):
+            for c0 in range(0, s, state.workspace.chunk):
+                c1 = min(s, c0 + state.workspace.chunk)
+                part = [min(max(n - c0, 0), c1 - c0) for n in counts]
+                call, count, length = state.workspace.at(c1 - c0), state.count[layer], state.cache.layers[layer].length
+                call.flat.tokens.view(b, -1).copy_(tokens[:, c0:c1])
+                call.flat.X.view(b, c1 - c0, *X.shape[2:]).copy_(X[:, c0:c1])
+                count.copy_(torch.tensor(part, dtype=torch.int32))
+                ops.token_positions(self.device, length, count, call.flat.position, call.flat.row)
+                self._run_block(layer, state, call, count, part, _chunk_of(given, c0, c1), decode)
+                result[:, c0:c1].copy_(call.flat.X.view(b, c1 - c0, *X.shape[2:]))
+                ops.advance(self.device, length, count)
+                state.cache.advanced(range(layer, layer + 1), part)
         return result
 
     def kernels(self) -> list[tuple[str, str, str, str, int]]:

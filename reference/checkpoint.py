@@ -279,7 +279,7 @@ def check_layers(config: ModelConfig, layers: range | Sequence[int] | None) -> t
     """The layers of a prefix range as a tuple; None is all. Raises InputError when it is no prefix."""
     if layers is None:
         return tuple(range(config.num_hidden_layers))
-    wanted = tuple(int(layer) for layer in layers)
+    wanted = tuple(layers) if isinstance(layers, Sequence) else ()
     if not wanted or wanted != tuple(range(len(wanted))) or len(wanted) > config.num_hidden_layers:
         raise InputError(f"layers={layers!r}: expected a prefix range(0, n) with n in 1..{config.num_hidden_layers}")
     return wanted

@@ -135,6 +135,8 @@ class Policy:
             if policy in NAMED:
                 return cls(NAMED[policy])
             policy = (policy,)
+        if not isinstance(policy, Iterable):
+            raise InputError(f"policy: expected a name or a set of rounding points, got {policy!r}")
         points = frozenset(policy)
         for point in sorted(points - POINTS, key=str):
             near = difflib.get_close_matches(str(point), [*POINTS, *NAMED], n=1)

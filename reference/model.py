@@ -31,6 +31,7 @@ from reference.points import Taps, points_of_model
 
 DEFAULT_MAX_CONTEXT = 8192
 Choices = Mapping[str, Tensor]
+NONE = torch.iinfo(torch.int64).max  # sorts behind every id
 
 
 class State:
@@ -170,11 +171,11 @@ class Transformer:
 
     def new_state(self, batch: int = 1, max_context: int | None = None) -> State:
         """An empty state. `max_context` None takes load's value; more than that is an InputError."""
-        if not isinstance(batch, int) or batch < 1:
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
             raise InputError(f"batch={batch!r}: expected an integer >= 1")
         limit = self.max_context
         if max_context is not None:
-            if not isinstance(max_context, int) or not 1 <= max_context <= limit:
+            if isinstance(max_context, bool) or not isinstance(max_context, int) or not 1 <= max_context <= limit:
                 raise InputError(f"max_context={max_context!r}: expected 1 .. {limit}, the value the model was loaded with (--max-context)")
             limit = max_context
         return State(self.config, self.layers, batch, limit)
@@ -260,7 +261,10 @@ class Transformer:
         if lengths is None:
             lengths = torch.full((b,), s)
         else:
-            lengths = torch.as_tensor(lengths)
+            try:
+                lengths = torch.as_tensor(lengths)
+            except (TypeError, ValueError, RuntimeError):
+                raise InputError(f"lengths: expected {b} integers, got {lengths!r}") from None
             if lengths.shape != (b,) or lengths.is_floating_point() or lengths.dtype == torch.bool:
                 raise InputError(f"lengths: expected {b} integers, got {lengths.dtype} {list(lengths.shape)}")
             lengths = lengths.to("cpu", torch.int64)
@@ -292,25 +296,26 @@ class Transformer:
             kinds |= {f"layers.{n}.attn.selected": n for n in self.layers if self.config.kind(n) == "csa"}
             if point not in kinds:
                 raise InputError(f"choices: {point!r} is not a choice of this model; choices are attn.selected and ffn.experts of its layers")
-            if choice.dim() != 3 or choice.shape[:2] != valid.shape or choice.is_floating_point():
-                raise InputError(f"choices: {point}: expected integers {[*valid.shape, 'k']}, got {choice.dtype} {list(choice.shape)}")
+            integers = isinstance(choice, Tensor) and not choice.is_floating_point() and choice.dtype != torch.bool
+            if not integers or choice.dim() != 3 or choice.shape[:2] != valid.shape:
+                got = f"{choice.dtype} {list(choice.shape)}" if isinstance(choice, Tensor) else type(choice).__name__
+                raise InputError(f"choices: {point}: expected integers {[*valid.shape, 'k']}, got {got}")
             choice = choice.to("cpu", torch.int64)
             if point.endswith("experts"):
                 k, limit = self.config.num_experts_per_tok, torch.tensor(self.config.n_routed_experts)
                 if choice.shape[2] != k:
                     raise InputError(f"choices: {point}: {choice.shape[2]} experts per token, expected {k}")
                 choice = torch.where(valid[..., None], choice, torch.arange(k)).sort(-1).values
-                wrong = (choice < 0) | (choice >= limit)
             else:
                 position = state.layers[kinds[point]].length[:, None] + torch.arange(valid.shape[1])
                 limit = ops.complete_entries(position, 4)[..., None]
                 choice = choice.masked_fill(~valid[..., None], -1)
-                last = torch.iinfo(torch.int64).max
-                choice = torch.where(choice == -1, last, choice).sort(-1).values
-                twice = torch.zeros_like(choice, dtype=torch.bool)
-                twice[..., 1:] = (choice[..., 1:] == choice[..., :-1]) & (choice[..., 1:] != last)
-                choice = torch.where(choice == last, -1, choice)
-                wrong = twice | (choice < -1) | (choice >= limit)
+                choice = torch.where(choice == -1, NONE, choice).sort(-1).values
+            twice = torch.zeros_like(choice, dtype=torch.bool)
+            if not (point.endswith("experts") and self.config.is_hash(kinds[point])):  # a table may name an expert twice
+                twice[..., 1:] = choice[..., 1:] == choice[..., :-1]
+            wrong = (choice != NONE) & (twice | (choice < 0) | (choice >= limit))
+            choice = choice.masked_fill(choice == NONE, -1)
             if bool(wrong.any()):
                 b, s, i = wrong.nonzero()[0].tolist()
                 here = int(limit.expand(choice.shape)[b, s, i])
@@ -352,7 +357,7 @@ def load(
     positions = checkpoint.config.max_position_embeddings
     if max_context is None:
         max_context = min(DEFAULT_MAX_CONTEXT, positions)
-    if not isinstance(max_context, int) or not 1 <= max_context <= positions:
+    if isinstance(max_context, bool) or not isinstance(max_context, int) or not 1 <= max_context <= positions:
         raise InputError(f"max_context={max_context!r}: expected 1 .. {positions} (max_position_embeddings); see --max-context")
     weights, working = memory_estimate(checkpoint)
     print(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import production
@@ -353,6 +354,12 @@ def test_a_refused_call_leaves_the_state_as_it_was(loaded) -> None:
         ("expected 2 integers", lambda: model.prefill(good, state, torch.tensor([1]))),
         ("int64", lambda: model.prefill(good.int(), state)),
         ("s >= 1", lambda: model.prefill(good[:, :0], state)),
+        ("lengths: expected 2 integers", lambda: model.prefill(good, state, "ab")),
+        ("another model", lambda: model.prefill(good, None)),
+        ("another model", lambda: model.run_layer(0, torch.zeros(2, 1, 2, 96), good[:, :1], loaded("small").new_state(2))),
+        ("X: expected floating", lambda: model.run_layer(0, torch.zeros(2, 1, 2, 96).long(), good[:, :1], state)),
+        ("expected integers", lambda: model.prefill(good, state, [0, 1], choices={"layers.1.attn.selected": None})),
+        ("expected integers", lambda: model.prefill(good, state, [0, 1], choices={"layers.3.ffn.experts": torch.ones(2, 3, 2).bool()})),
         ("3 rows", lambda: model.decode(torch.zeros(3, dtype=torch.int64), state)),
         ("shape", lambda: model.decode(good, state)),
         ("another model", lambda: model.decode(good[:, 0], other)),
@@ -368,10 +375,78 @@ def test_a_refused_call_leaves_the_state_as_it_was(loaded) -> None:
     refused(model, state, lambda: model.decode(torch.tensor([1, 2]), state), "raise --max-context")
 
 
+class BrokenObserverError(Exception):
+    pass
+
+
+# Grid rationale: the first point, one between the stores of a layer, the last one; calls of one chunk and of three; in
+# the second, the first chunk is through all layers when the observer breaks.
+@pytest.mark.parametrize("point", ["embed", "layers.1.attn.selected", "layers.3.ffn.out", "logits"])
+@pytest.mark.parametrize(("chunk", "breaks_at"), [(64, 1), (8, 2)])
+def test_a_call_that_breaks_half_way_leaves_the_state_as_it_was(point: str, chunk: int, breaks_at: int, loaded) -> None:
+    model = loaded("small", prefill_chunk=chunk)
+    V, state, check = model.config.vocab_size, model.new_state(2), model.new_state(2)
+    for each in (state, check):
+        model.prefill(*(ragged(model, [29, 13])[0], each, [29, 13]))
+    before, calls = snapshots(model, state), 0
+
+    def broken(point: str, value: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == breaks_at:
+            raise BrokenObserverError
+
+    with pytest.raises(BrokenObserverError), model.taps.observe([point], broken):
+        model.prefill(torch.arange(40).view(2, 20), state, [20, 18])
+    assert all(same_bits(a, b) for a, b in zip(before, snapshots(model, state), strict=True))
+    calls = breaks_at - 1
+    with pytest.raises(BrokenObserverError), model.taps.observe([point], broken):
+        model.decode(torch.tensor([1, 2]), state)
+    assert all(same_bits(a, b) for a, b in zip(before, snapshots(model, state), strict=True))
+    assert state.length.tolist() == [29, 13]
+    again = torch.arange(44).view(2, 22) % V
+    assert torch.equal(model.prefill(again, state), model.prefill(again, check)), "and goes on as if nothing had been"
+
+
+def test_a_layer_that_breaks_half_way_leaves_its_state_as_it_was(loaded) -> None:
+    model = loaded("small", prefill_chunk=8)
+    c, state = model.config, model.new_state(1)
+    X = torch.randn(1, 20, c.hc_mult, c.hidden_size, generator=torch.Generator().manual_seed(0))
+    model.run_layer(1, X[:, :6], ids(model, 6), state)
+    before, calls = snapshots(model, state), 0
+
+    def broken(point: str, value: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise BrokenObserverError
+
+    with pytest.raises(BrokenObserverError), model.taps.observe(["layers.1.ffn.out"], broken):
+        model.run_layer(1, X, ids(model, 20), state)
+    assert all(same_bits(a, b) for a, b in zip(before, snapshots(model, state), strict=True))
+
+
+def test_an_expert_may_come_twice_from_a_table_only(tmp_path: Path) -> None:
+    """Layer 0 takes experts from `tid2eid`, which may name one twice for a token; what was taken can be replayed."""
+    directory = write_checkpoint(tmp_path, seed=5, shards=1)
+    stored = load_file(directory / "model.safetensors")
+    stored["layers.0.ffn.gate.tid2eid"][:, 1] = stored["layers.0.ffn.gate.tid2eid"][:, 0]
+    save_file(stored, directory / "model.safetensors")
+    pro, ref = production.load(directory, max_context=40), reference.model.load(directory, policy="published")
+    tokens = ids(pro, 12)
+    for model in (pro, ref):
+        seen, want = recorded(model, ["layers.0.ffn.experts"], partial(model.prefill, tokens, model.new_state(1)))
+        assert bool((seen["layers.0.ffn.experts"][0][..., 0] == seen["layers.0.ffn.experts"][0][..., 1]).all())
+        choices = {"layers.0.ffn.experts": seen["layers.0.ffn.experts"][0]}
+        assert torch.equal(model.prefill(tokens, model.new_state(1), choices=choices), want)
+        with pytest.raises(InputError, match="twice"):
+            model.prefill(tokens, model.new_state(1), choices={"layers.1.ffn.experts": choices["layers.0.ffn.experts"]})
+
+
 def test_capacity_is_checked_when_it_is_asked_for(loaded, checkpoint) -> None:
     model = loaded("small", max_context=40)
     assert model.new_state().max_context == 40
-    for asked in (41, 0):
+    for asked in (41, 0, True):
         with pytest.raises(InputError, match="--max-context"):
             model.new_state(1, max_context=asked)
     for options in ({"max_context": 65537}, {"max_context": 0}, {"prefill_chunk": 0}):
@@ -398,6 +473,14 @@ def test_a_decode_step_allocates_nothing(batch: int, loaded) -> None:
         returned = model.decode(tokens, state)
     assert counted.count == 1, "without `out` the result itself is fresh, and nothing else"
     assert counted.bytes == returned.nbytes
+
+
+def test_what_keeps_a_failed_call_harmless_is_allocated_with_the_state(loaded) -> None:
+    model = loaded("small")
+    state = model.new_state(2)
+    with count_allocations() as counted, state.backup.kept_on_error(range(4)):
+        pass
+    assert counted.count == 0
 
 
 def test_the_counter_sees_what_it_must(loaded) -> None:

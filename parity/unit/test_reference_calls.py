@@ -162,6 +162,7 @@ def test_given_choices_are_used_and_own_choices_shown(model: Transformer) -> Non
 
 # ---- errors ----
 
+NO_TENSOR: Any = "ab"
 BAD_CALLS: dict[str, tuple[Callable[[Transformer, State], object], str]] = {
     "id too large": (lambda m, s: m.prefill(torch.tensor([[1, 128], [1, 1]]), s), r"tokens\[0, 1\]: id 128 out of range"),
     "negative id": (lambda m, s: m.decode(torch.tensor([0, -1]), s), "id -1 out of range"),
@@ -173,6 +174,10 @@ BAD_CALLS: dict[str, tuple[Callable[[Transformer, State], object], str]] = {
     "decode shape": (lambda m, s: m.decode(torch.zeros(2, 1, dtype=torch.int64), s), r"expected shape \[b\]"),
     "lengths shape": (lambda m, s: m.prefill(torch.zeros(2, 2, dtype=torch.int64), s, lengths=[1]), "expected 2 integers"),
     "lengths float": (lambda m, s: m.prefill(torch.zeros(2, 2, dtype=torch.int64), s, lengths=torch.ones(2)), "expected 2 integers"),
+    "lengths of text": (lambda m, s: m.prefill(torch.zeros(2, 2, dtype=torch.int64), s, lengths=NO_TENSOR), "expected 2 integers"),
+    "expert twice": (lambda m, s: m.decode(torch.zeros(2, dtype=torch.int64), s, choices={"layers.1.ffn.experts": torch.ones(2, 1, 2).long()}), "given twice"),
+    "experts as bools": (lambda m, s: m.decode(torch.zeros(2, dtype=torch.int64), s, choices={"layers.1.ffn.experts": torch.ones(2, 1, 2).bool()}), "expected integers"),
+    "no choice": (lambda m, s: m.decode(torch.zeros(2, dtype=torch.int64), s, choices={"layers.1.ffn.experts": NO_TENSOR}), "expected integers"),
     "unknown choice": (lambda m, s: m.decode(torch.zeros(2, dtype=torch.int64), s, choices={"layers.0.attn.selected": torch.zeros(2, 1, 1).long()}), "not a choice"),
     "future entry": (lambda m, s: m.decode(torch.zeros(2, dtype=torch.int64), s, choices={"layers.1.attn.selected": torch.full((2, 1, 1), 5)}), "5 is out of 0 .. 4"),
     "entry twice": (lambda m, s: m.decode(torch.zeros(2, dtype=torch.int64), s, choices={"layers.1.attn.selected": torch.zeros(2, 1, 2).long()}), "given twice"),
@@ -223,7 +228,7 @@ def test_the_last_token_fits_and_one_more_does_not(model: Transformer) -> None:
 
 
 def test_state_arguments(model: Transformer, directory: Path) -> None:
-    for batch, context, message in [(0, None, "batch"), (1, 301, "--max-context"), (1, 0, "max_context")]:
+    for batch, context, message in [(0, None, "batch"), (True, None, "batch"), (1, True, "max_context"), (1, 301, "--max-context"), (1, 0, "max_context")]:
         with pytest.raises(InputError, match=message):
             model.new_state(batch=batch, max_context=context)
     assert model.new_state().max_context == 300
@@ -236,6 +241,10 @@ def test_state_arguments(model: Transformer, directory: Path) -> None:
     ("arguments", "message"),
     [
         ({"policy": "fast"}, "unknown rounding point"),
+        ({"policy": None}, "policy: expected"),
+        ({"policy": 5}, "policy: expected"),
+        ({"layers": "0-1"}, "expected a prefix"),
+        ({"layers": 2}, "expected a prefix"),
         ({"layers": range(5)}, "expected a prefix"),
         ({"layers": [1]}, "expected a prefix"),
         ({"max_context": 65537}, "max_position_embeddings"),
