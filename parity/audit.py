@@ -24,7 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cache import Entry, ReferenceCache, digest_of, pack_floor, pack_states, unpack_floors, unpack_states
+from parity.cache import (
+    Chain,
+    Entry,
+    ReferenceCache,
+    digest_of,
+    pack_floor,
+    pack_states,
+    trace_of,
+    unpack_floors,
+    unpack_states,
+    values_of,
+)
 from probes.core.recorder import Recorder
 from probes.core.records import Measurement, Mechanism
 from probes.core.rows import absent_rows, least_size, replayable, row_errors, rows_of, score_unit
@@ -325,10 +336,7 @@ class Audit:
         """Record the reference's values. Returns the cache's entry if they came from there."""
         entry = self.cache.load(one.key) if self.cache is not None else None
         if entry is not None:
-            trace = Trace(self.reference_points)
-            trace.begin(one.phase, one.step)
-            trace.passes[one.phase, one.step].chunks |= {name[6:]: [value] for name, value in entry.tensors.items() if name.startswith("value|")}
-            self.passes["reference", one.phase, one.step] = trace
+            self.passes["reference", one.phase, one.step] = trace_of(entry, self.reference_points, one.phase, one.step)
             self.clamped += int(entry.facts["clamped"])
             return entry
         self._catch_up()
@@ -384,8 +392,7 @@ class Audit:
     def _keep(self, one: ReferencePass, before: Snapshots, floors: Mapping[tuple[str, str], Floor]) -> None:
         """Put a computed pass into the cache."""
         assert self.cache is not None
-        values = self.passes["reference", one.phase, one.step]
-        entry = Entry({f"value|{point}": values.get(point, one.phase, one.step) for point in values.passes[one.phase, one.step].chunks}, {})
+        entry = Entry(values_of(self.passes["reference", one.phase, one.step], one.phase, one.step), {})
         entry.facts["clamped"] = self._clamped_here
         for number, point, phase, step in self.twin_values:
             if (phase, step) == (one.phase, one.step):
@@ -578,6 +585,14 @@ class Audit:
         return result
 
     # ---- what came from the cache ----
+
+    def chain(self, name: str, points: Sequence[str], make: Callable[[], Any] | None = None, layers: Sequence[int] = ()) -> Chain:
+        """A further chain of a reference on its own choices (make: None takes the audit's), kept like the audit's own passes.
+
+        name says what differs from the audit's reference, e.g. its policy.
+        """
+        start = "" if self.cache is None else digest_of(self._start_key(), name)
+        return Chain(self.cache, start, make or (lambda: self.reference), points, self.batch, self.plan.max_context, layers)
 
     def cache_facts(self) -> list[Measurement]:
         """How much of the reference's side was not computed in this run."""

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from probes.core.recorder import Recorder
+from probes.core.trace import Trace
 from reference.checkpoint import Checkpoint
 
 SCHEMA = 1
@@ -223,6 +225,77 @@ def _digest(index: str, blobs: Mapping[str, Tensor]) -> str:
         digest.update(name.encode())
         digest.update(blobs[name].view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+# ---- a further chain of the reference ----
+
+
+def values_of(trace: Trace, phase: str, step: int | None) -> dict[str, Tensor]:
+    """What a pass showed, as tensors of an entry."""
+    return {f"value|{point}": trace.get(point, phase, step) for point in trace.passes[phase, step].chunks}
+
+
+def trace_of(entry: Entry, points: Sequence[str], phase: str, step: int | None) -> Trace:
+    """The trace of one pass that an entry holds."""
+    trace = Trace(points)
+    trace.begin(phase, step)
+    trace.passes[phase, step].chunks |= {name.removeprefix("value|"): [value] for name, value in entry.tensors.items() if name.startswith("value|")}
+    return trace
+
+
+class Chain:
+    """The reference on its own choices, pass by pass, each from the cache or computed; without a cache always computed.
+
+    make    gives the model, and is called only when a pass has to be computed
+    start   the key to start from; points  what is recorded; layers  whose state after the prefill is kept
+    """
+
+    def __init__(self, cache: ReferenceCache | None, start: str, make: Callable[[], Any], points: Sequence[str], batch: int, max_context: int, layers: Sequence[int] = ()) -> None:
+        self.cache, self.make, self.points, self.layers = cache, make, tuple(points), tuple(layers)
+        self.batch, self.max_context = batch, max_context
+        self.after_prefill: dict[int, dict[str, Tensor]] = {}
+        self._key = digest_of(start, "chain", list(points), list(layers))
+        self._passes: list[tuple[str, Tensor, Tensor | None]] = []
+        self._computed = 0
+        self._model: Any = None
+        self._state: Any = None
+
+    def prefill(self, tokens: Tensor, lengths: Tensor) -> Trace:
+        return self._pass("prefill", None, tokens, lengths)
+
+    def decode(self, tokens: Tensor, step: int) -> Trace:
+        """tokens [b]."""
+        return self._pass("decode", step, tokens, None)
+
+    def _pass(self, phase: str, step: int | None, tokens: Tensor, lengths: Tensor | None) -> Trace:
+        self._passes.append((phase, tokens, lengths))
+        self._key = digest_of(self._key, phase, tokens, {} if lengths is None else {"lengths": lengths})
+        entry = self.cache.load(self._key) if self.cache is not None else None
+        if entry is not None:
+            if phase == "prefill":
+                self.after_prefill = {n: {k.split("|", 2)[2]: v for k, v in entry.tensors.items() if k.startswith(f"after|{n}|")} for n in self.layers}
+            return trace_of(entry, self.points, phase, step)
+        if self._model is None:
+            self._model = self.make()
+            self._state = self._model.new_state(self.batch, self.max_context)
+        for earlier in self._passes[self._computed : -1]:
+            self._run(*earlier)
+        with Recorder(self._model, self.points) as trace:
+            trace.begin(phase, step)
+            self._run(phase, tokens, lengths)
+        self._computed = len(self._passes)
+        if phase == "prefill":
+            self.after_prefill = {n: self._state.export_layer(n) for n in self.layers}
+        if self.cache is not None:
+            states = {f"after|{n}|{part}": value for n, snapshot in self.after_prefill.items() for part, value in snapshot.items()} if phase == "prefill" else {}
+            self.cache.save(self._key, Entry({**values_of(trace, phase, step), **states}, {}))
+        return trace
+
+    def _run(self, phase: str, tokens: Tensor, lengths: Tensor | None) -> None:
+        if phase == "prefill":
+            self._model.prefill(tokens, self._state, lengths)
+        else:
+            self._model.decode(tokens, self._state)
 
 
 # ---- noise floors ----

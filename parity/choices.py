@@ -37,8 +37,7 @@ class Exchanged:
         self.problem = ""
         self.own: dict[PassKey, Trace] = {}
         self.replayed: dict[PassKey, Trace] = {}
-        self._own_state: Any = None
-        self._after_prefill: dict[int, dict[str, Tensor]] = {}
+        self._chain: Any = None
         outputs = [f"layers.{layer}.hc_ffn.X" for layer in audit.plan.layers]
         self.points = (*outputs, *audit.choice_points)
 
@@ -59,12 +58,8 @@ class Exchanged:
 
     def _own_prefill(self) -> None:
         audit = self.audit
-        self._own_state = audit.reference.new_state(audit.batch, audit.plan.max_context)
-        with Recorder(audit.reference, self.points) as trace:
-            trace.begin("prefill", None)
-            audit.reference.prefill(audit.tokens, self._own_state, audit.lengths)
-        self.own["prefill", None] = trace
-        self._after_prefill = {n: self._own_state.export_layer(n) for n in audit.layers_run}
+        self._chain = audit.chain("own choices", self.points, layers=audit.layers_run)
+        self.own["prefill", None] = self._chain.prefill(audit.tokens, audit.lengths)
 
     def _replayed_prefill(self) -> None:
         audit = self.audit
@@ -82,17 +77,14 @@ class Exchanged:
         audit = self.audit
         state = audit.production.new_state(audit.batch, audit.plan.max_context)
         try:
-            for layer, snapshot in self._after_prefill.items():
+            for layer, snapshot in self._chain.after_prefill.items():
                 state.import_layer(layer, snapshot)
         except Exception as error:
             self._stopped(error)
             return
         for step in range(self.steps()):
             token = torch.tensor(audit.decode_tokens[step])
-            with Recorder(audit.reference, self.points) as trace:
-                trace.begin("decode", step)
-                audit.reference.decode(token, self._own_state)
-            self.own["decode", step] = trace
+            self.own["decode", step] = self._chain.decode(token, step)
             with Recorder(audit.production, self.points) as trace:
                 trace.begin("decode", step)
                 try:

@@ -20,7 +20,6 @@ from parity import gates
 from parity.audit import Audit
 from parity.gates import GATES, OPERATIONS
 from probes.core.recall import Case, Material, Recall, make_case, material_of, measure_case, random_material, recall
-from probes.core.recorder import Recorder
 from probes.core.records import Measurement, State, Verdict
 from probes.core.trace import Trace
 from probes.recall import SIDES, csa_layers, queries, select
@@ -67,13 +66,13 @@ class ExactRun:
         """Its indexer's points, in prefill."""
         if self._trace is None:
             audit, plan = self.audit, self.audit.plan
-            with contextlib.redirect_stderr(io.StringIO()):
-                model = reference.load(plan.checkpoint_dir, policy="exact", layers=range(max(self.layers) + 1), max_context=plan.max_context)
+
+            def make() -> Any:
+                with contextlib.redirect_stderr(io.StringIO()):
+                    return reference.load(plan.checkpoint_dir, policy="exact", layers=range(max(self.layers) + 1), max_context=plan.max_context)
+
             points = [f"layers.{layer}.attn.{name}" for layer in self.layers for name in (*SIDES, "indexer.score")]
-            with Recorder(model, points) as trace:
-                trace.begin("prefill", None)
-                model.prefill(audit.tokens, model.new_state(audit.batch, plan.max_context), audit.lengths)
-            self._trace = trace
+            self._trace = audit.chain(f"exact, layers up to {max(self.layers)}", points, make).prefill(audit.tokens, audit.lengths)
         return self._trace
 
     def material(self) -> list[tuple[Material, Tensor]]:

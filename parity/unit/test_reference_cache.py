@@ -226,3 +226,27 @@ def test_a_folder_that_cannot_be_written_is_noted(tmp_path):
 )
 def test_digests_differ(one, other):
     assert digest_of(one) != digest_of(other)
+
+
+# ---- a further chain on own choices ----
+
+
+def walked(world, cache, make=None):
+    """Prefill and three decode steps of the reference on its own choices: values and states."""
+    audit = audit_of(world, cache)
+    chain = audit.chain("own", ["logits", "layers.1.attn.selected"], make or (lambda: audit.reference), layers=LAYERS)
+    traces = [chain.prefill(audit.tokens, audit.lengths), *(chain.decode(torch.tensor([step, 9]), step) for step in range(3))]
+    keys = [("prefill", None), *(("decode", step) for step in range(3))]
+    return chain, {(point, key): trace.get(point, *key) for trace, key in zip(traces, keys, strict=True) for point in chain.points}
+
+
+def test_a_further_chain_is_kept_too_and_goes_on_where_the_cache_ends(world, tmp_path):
+    cache = cache_at(tmp_path)
+    first, expected = walked(world, cache)
+    again, found = walked(world, cache_at(tmp_path), lambda: pytest.fail("the model was made"))
+    same_bits(found, expected)
+    for layer in LAYERS:
+        same_bits(again.after_prefill[layer], first.after_prefill[layer])
+    cache._path(again._key).unlink()
+    same_bits(walked(world, cache_at(tmp_path))[1], expected)
+    same_bits(walked(world, None)[1], expected)
