@@ -15,7 +15,7 @@ from parity.audit import Audit, Floor
 from parity.evaluate import judge_values
 from parity.gates import OPERATIONS
 from parity.selection import Case
-from parity.session import RUN, run_of
+from parity.session import RUN, NotLoadedError, run_of
 from probes.core.inputs import Hostile
 from probes.core.records import State, Verdict
 from reference.points import VALUES, PointSpec
@@ -92,7 +92,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     elif not report.passed:
         said = str(call.excinfo.value).strip() if call.excinfo else ""
         reason = said.splitlines()[0][:300] if said else report.outcome
-        if report.skipped:
+        if report.skipped or (call.excinfo and call.excinfo.errisinstance(NotLoadedError)):
             run.record(replace(base, state=State.NOT_RUN, reason=reason))
         else:
             run.record(replace(base, state=State.FAIL, reason=f"{call.excinfo.typename}: {reason}" if call.excinfo else reason))

@@ -66,4 +66,4 @@ def not_loaded(message: str) -> Verdict:
     verdict = bounded("load", "load", 1.0, 1, "production loads")
     if message.split(": ", 1)[-1].startswith("RuntimeError: no device"):
         return replace(verdict, state=State.NOT_RUN, value=None, spent=None, reason=message)
-    return replace(verdict, reason=message)
+    return replace(verdict, reason=message, rows=0)

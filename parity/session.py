@@ -119,6 +119,8 @@ class Run:
 
     def record(self, record: Record) -> None:
         if isinstance(record, Verdict):
+            if self.device_reason is not None and record.state is State.FAIL and record.rows == 0:
+                record = replace(record, state=State.NOT_RUN, value=None, spent=None, reason=self.device_reason)  # it only found that there is no device
             self.judged.add(record.test_id)
         if self.ledger is not None:
             self.ledger.write(record)
@@ -299,7 +301,7 @@ def _load(run: Run) -> None:
         try:
             production = load_production(run)
         except Exception as error:
-            run.load_crash = f"production.load: {type(error).__name__}: {error}"
+            run.load_crash = run.device_reason or f"production.load: {type(error).__name__}: {error}"
     plan = Plan(
         rows=[p.ids for p in run.prompts], continuation=[p.continuation for p in run.prompts],
         phases=run.phases, layers=run.layers, steps=run.steps, max_context=run.max_context, checkpoint_dir=str(run.checkpoint_dir),
@@ -308,7 +310,7 @@ def _load(run: Run) -> None:
     if not run.config.getoption("--no-cache"):
         facts = {"checkpoint": checkpoint_facts(run.checkpoint_dir, layers), "code": code_hash(), **machine_facts()}
         cache = ReferenceCache(cache_folder(), facts)
-    run.audit = Audit(model, production if production is not None else _Missing(model), twins, plan, say=tell, cache=cache)
+    run.audit = Audit(model, production if production is not None else _Missing(model, str(run.load_crash)), twins, plan, say=tell, cache=cache)
     if run.load_crash is not None:
         run.audit.crash = Crash("load", None, "load", run.load_crash)
 
@@ -323,12 +325,20 @@ def load_production(run: Run) -> Any:
     return production.load(run.checkpoint_dir, device=run.device, max_context=run.max_context, layers=range(max(run.layers) + 1))
 
 
-class _Missing:
-    """Stands for a production that could not be loaded: it has taps that never fire."""
+class NotLoadedError(AttributeError):
+    """A test asked for a production that could not be loaded: it is not run."""
 
-    def __init__(self, model: Any) -> None:
+
+class _Missing:
+    """Stands for a production that could not be loaded: it has taps that never fire, and nothing else."""
+
+    def __init__(self, model: Any, reason: str) -> None:
         self.taps = type(model.taps)(model.taps.points)
         self.policy = model.policy
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotLoadedError(f"production was not loaded: {self._reason}")
 
 
 class _Lines:
@@ -444,7 +454,7 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     ledger.close()
     report = render(ledger.records, run.report_dir)
     shown = _near(report)
-    reason = f" ({summary.reasons[0]})" if summary.verdict == "incomplete" and summary.reasons else ""
+    reason = f" ({' '.join(summary.reasons[0].split())})" if summary.verdict == "incomplete" and summary.reasons else ""
     closing = [*divergence_lines(divergence), f"verdict: {summary.verdict}{reason}", f"report: {shown}"]
     config.add_cleanup(lambda: print("\n".join(closing), flush=True))  # below pytest's own last line
     if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):

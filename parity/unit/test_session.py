@@ -1,0 +1,363 @@
+"""The command line `pytest parity/`, run as a user runs it: exit codes, one-line errors, what is written, what is told.
+
+Every run is a process of its own on the bundled checkpoint, small on purpose; the faults are edits of a copy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from probes.core.records import Header, State, Summary, Verdict, read_run
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINT = ROOT / "checkpoints" / "tiny-dsv4"
+INDEX = "model.safetensors.index.json"
+SHARD = "model-00001-of-00002.safetensors"
+SMALL = ("--layers", "0", "--steps", "2", "--prompt", "medium.txt:0:20", "--no-cache")
+
+
+class Shell:
+    """Runs pytest in a process whose temporary files and report lie in a directory of the test."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.report, self.temporary = directory, directory / "out", directory / "tmp"
+        self.temporary.mkdir()
+        self.environment = os.environ | {"TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
+        for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST"):
+            self.environment.pop(name, None)
+
+    def start(self, *arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", *(arguments if arguments[0] == "reports" else ("pytest", *arguments, "--report", str(self.report)))]
+        return subprocess.Popen(command, cwd=cwd, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def __call__(self, *arguments: str, cwd: Path = ROOT) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr. No answer shows a traceback of the audit itself."""
+        process = self.start(*arguments, cwd=cwd)
+        out, err = process.communicate(timeout=180)
+        assert "INTERNALERROR" not in out + err, out + err
+        return process.returncode, out, err
+
+    def records(self) -> tuple[Header, list[Verdict], Summary]:
+        """The run's file, whose sums must hold."""
+        run = read_run(self.report / "run.jsonl")
+        header, summary = run[0], run[-1]
+        assert isinstance(header, Header)
+        assert isinstance(summary, Summary)
+        verdicts = [r for r in run if isinstance(r, Verdict)]
+        counted = [sum(v.state is state for v in verdicts) for state in (State.PASS, State.FAIL, State.NOT_RUN)]
+        assert counted == [summary.passed, summary.failed, summary.not_run]
+        assert sum(counted) == summary.total == len(verdicts)
+        return header, verdicts, summary
+
+    def fault(self, file: str, find: str, replace: str) -> tuple[str, ...]:
+        """Options that plant one edit."""
+        path = self.directory / "faults.toml"
+        path.write_text(f'[[fault]]\nid = "X1"\n[[fault.edit]]\nfile = "{file}"\nfind = {json.dumps(find)}\nreplace = {json.dumps(replace)}\n')
+        return "--inject", "X1", "--faults", str(path)
+
+
+@pytest.fixture
+def shell(tmp_path):
+    made = Shell(tmp_path)
+    yield made
+    assert list(made.temporary.glob("fault-*")) == [], "the mutated copy is still there"
+
+
+def last_lines(out: str) -> tuple[str, str]:
+    """The verdict, and that the report's path stands below it."""
+    verdict, report = out.rstrip("\n").split("\n")[-2:]
+    assert verdict.startswith("verdict: ")
+    assert report.startswith("report: ")
+    assert report.endswith("report.html")
+    return verdict.removeprefix("verdict: "), report.removeprefix("report: ")
+
+
+# ---- bad input ----
+
+
+def copied(to: Path) -> Path:
+    """The bundled checkpoint with shards that are links, so that a test pays only for what it changes."""
+    to.mkdir()
+    for path in CHECKPOINT.iterdir():
+        if path.suffix == ".json":
+            shutil.copy(path, to / path.name)
+        elif path.name != "README.md":
+            (to / path.name).symlink_to(path)
+    return to
+
+
+def rewrite(path: Path, change) -> None:
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def truncated(directory: Path) -> None:
+    data = (directory / SHARD).read_bytes()
+    (directory / SHARD).unlink()
+    (directory / SHARD).write_bytes(data[: len(data) // 2])
+
+
+def nan_scale(directory: Path) -> None:
+    tensors = load_file(directory / SHARD)
+    name = "layers.0.attn.wkv.scale"
+    codes = tensors[name].view(torch.uint8).clone()
+    codes.view(-1)[0] = 255
+    tensors[name] = codes.view(torch.float8_e8m0fnu)
+    (directory / SHARD).unlink()
+    save_file(tensors, directory / SHARD)
+
+
+BAD_CHECKPOINTS = {
+    "missing shard": (lambda d: (d / SHARD).unlink(), "shard is missing"),
+    "truncated shard": (truncated, "truncated"),
+    "NaN scale": (nan_scale, "layers.0.attn.wkv.scale: NaN scale"),
+    "config key": (lambda d: rewrite(d / "config.json", lambda c: c.pop("head_dim")), "head_dim: missing"),
+    "broken JSON": (lambda d: (d / "config.json").write_text('{"a": '), "broken JSON"),
+    "index outside": (lambda d: rewrite(d / INDEX, lambda i: i["weight_map"].update({"norm.weight": "../x.safetensors"})), "../x.safetensors"),
+    "line break": (lambda d: rewrite(d / INDEX, lambda i: i["weight_map"].update({"norm.weight": "a\nb.safetensors"})), "a\\nb.safetensors"),
+}
+
+
+def check_refused(shell: Shell, answer: tuple[int, str, str], words: str) -> None:
+    code, out, err = answer
+    assert code == 4, out + err
+    (line,) = err.strip().split("\n")  # pytest puts an empty one below it
+    assert line.startswith("ERROR: ")
+    assert words in line
+    assert all(line.startswith("  ") for line in out.splitlines()), out  # progress at most
+    assert not shell.report.exists()
+
+
+@pytest.mark.parametrize("name", BAD_CHECKPOINTS)
+def test_a_bad_checkpoint_is_one_line_and_nothing_is_written(name, shell, tmp_path):
+    spoil, words = BAD_CHECKPOINTS[name]
+    directory = copied(tmp_path / "checkpoint")
+    spoil(directory)
+    check_refused(shell, shell("parity/", "--checkpoint", str(directory), *SMALL), words)
+
+
+BAD_ARGUMENTS = {
+    "layer 9": (("--layers", "9"), "layers 0-7"),
+    "backwards": (("--layers", "3-1"), "runs backwards"),
+    "phase": (("--phase", "both ways"), "prefill, decode or both"),
+    "no steps": (("--phase", "decode", "--steps", "0"), "no decode step"),
+    "steps": (("--steps", "1_0"), "--steps 1_0"),
+    "context": (("--max-context", "10"), "--max-context is 10"),
+    "no checkpoint": (("--checkpoint", "reference"), "not a checkpoint"),
+    "endless name": (("--checkpoint", "a" * 5000), "no such directory"),
+    "empty prompt": (("--prompt", "medium.txt:5:5"), "empty prompt"),
+    "fault": (("--inject", "no such"), "no fault"),
+    "no path": (("parity/nothing.py",), "no such file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_a_bad_argument_is_one_line_and_nothing_is_written(name, shell):
+    arguments, words = BAD_ARGUMENTS[name]
+    check_refused(shell, shell("parity/", *arguments), words)
+
+
+@pytest.mark.parametrize("ids", ["[1, 2048]", "[]"])
+def test_a_bad_list_of_token_ids_is_one_line(ids, shell, tmp_path):
+    (tmp_path / "ids.json").write_text(ids)
+    check_refused(shell, shell("parity/", "--prompt", str(tmp_path / "ids.json")), "ids.json")
+
+
+@pytest.mark.parametrize("place", ["below a file", "a file's name is taken"])
+def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(place, tmp_path):
+    shell = Shell(tmp_path)
+    if place == "below a file":
+        (tmp_path / "file").write_text("")
+        shell.report = tmp_path / "file" / "out"
+        check_refused(shell, shell("parity/"), "no directory")
+    else:
+        (shell.report / "run.jsonl").mkdir(parents=True)
+        code, _, err = shell("parity/")
+        assert (code, err.strip().count("\n")) == (4, 0)
+        assert list(shell.report.iterdir()) == [shell.report / "run.jsonl"]
+
+
+def test_a_stale_fault_is_refused_and_its_copy_removed(shell):
+    check_refused(shell, shell("parity/", *shell.fault("production/moe.py", "no such text", "")), "stale")
+
+
+def test_a_test_that_does_not_exist_leaves_no_report(shell):
+    code, _, err = shell("parity/test_layers.py::test_point[nothing]", *SMALL)
+    assert code == 4
+    assert "not found" in err
+    assert not shell.report.exists()
+
+
+# ---- what a run says and writes ----
+
+
+def test_a_narrowed_run_passes_its_tests_and_is_incomplete(shell, tmp_path):
+    """From another directory, with relative paths, and a name that would be markup."""
+    name = "<script>alert(1)</script>".replace("/", "_") + ".txt"
+    (tmp_path / name).write_text((CHECKPOINT / "prompts" / "medium.txt").read_text()[:400])
+    shell.report = Path("relative/out")
+    code, out, err = shell(
+        str(ROOT / "parity" / "test_layers.py"), "-c", str(ROOT / "pyproject.toml"), "--layers", "0", "--steps", "2", "--prompt", f"{name}:0:12", "--prompt", "short.txt:0:7",
+        "--no-cache", "-k", "hc_ffn.X", cwd=tmp_path,
+    )  # fmt: skip
+    shell.report = tmp_path / "relative" / "out"
+    assert (code, err) == (0, "")
+    verdict, report = last_lines(out)
+    assert verdict.startswith("incomplete (only ")
+    assert report == "relative/out/report.html"
+    header, verdicts, summary = shell.records()
+    assert header.tokens == [12, 7]
+    assert {v.state for v in verdicts} == {State.PASS}
+    assert summary.verdict == "incomplete"
+    assert sorted(p.name for p in shell.report.iterdir()) == ["junit.xml", "report.html", "run.jsonl"]
+    page = (shell.report / "report.html").read_text()
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
+
+
+def test_the_id_of_a_record_runs_that_gate_again(shell):
+    code, _, _ = shell("parity/test_layers.py", *SMALL, "--phase", "decode", "-k", "attn.core and steps1to1 and isolated")
+    _, (verdict,), _ = shell.records()
+    assert code == 0
+    code, out, _ = shell(verdict.test_id, *SMALL, "-q", "-q")
+    assert code == 0
+    assert last_lines(out)[0].startswith("incomplete (only 1 test")
+    _, (again,), _ = shell.records()
+    assert (again.test_id, again.value) == (verdict.test_id, verdict.value)
+
+
+def test_a_selection_of_nothing_is_no_pass(shell):
+    code, out, _ = shell("parity/test_layers.py", *SMALL, "-k", "nonesuch")
+    assert code == 1
+    assert last_lines(out)[0].startswith("incomplete (nothing was compared")
+    assert shell.records()[2].total == 0
+
+
+def test_listing_the_tests_writes_nothing(shell):
+    code, _, _ = shell("parity/test_layers.py", *SMALL, "--collect-only", "-q")
+    assert code == 0
+    assert not shell.report.exists()
+
+
+def test_the_projects_own_tests_leave_no_report(shell):
+    code, out, _ = shell("parity/unit/test_selection.py")
+    assert code == 0
+    assert "verdict:" not in out
+    assert not shell.report.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device")
+def test_without_the_device_nothing_is_judged_and_the_reason_is_shown(shell):
+    code, out, _ = shell("parity/", *SMALL, "--device", "cuda")
+    assert code == 1
+    verdict, _ = last_lines(out)
+    assert verdict.startswith("incomplete (")
+    assert "no device" in verdict
+    _, verdicts, summary = shell.records()
+    assert summary.failed == 0
+    assert {v.state for v in verdicts if v.phase is not None} == {State.NOT_RUN}
+    assert all("no device" in v.reason for v in verdicts if v.state is State.NOT_RUN)
+
+
+# ---- production misbehaves ----
+
+
+def test_a_tap_that_never_fires_is_not_run(shell):
+    fault = shell.fault("production/attention.py", '        step.emit("attn.core", buf.o)\n', "")
+    code, out, _ = shell("parity/test_layers.py", *SMALL, "--phase", "prefill", *fault, "-k", "test_point and attn.")
+    assert code == 1
+    assert last_lines(out)[0].startswith("incomplete (tap fired 0 of 1 times")
+    _, verdicts, summary = shell.records()
+    assert {v.point for v in verdicts if v.state is not State.PASS} == {"layers.0.attn.core"}
+    assert summary.failed == 0
+
+
+def test_a_choice_whose_tap_never_fires_is_not_run_and_the_rest_is_judged(shell):
+    fault = shell.fault("production/moe.py", 'step.emit("ffn.experts", buf.experts)', "pass")
+    code, _, _ = shell("parity/test_layers.py", *SMALL, "--phase", "prefill", *fault, "-k", "test_point and (ffn.experts or ffn.gate)")
+    assert code == 1
+    _, verdicts, _ = shell.records()
+    assert {v.point for v in verdicts if v.state is State.NOT_RUN} == {"layers.0.ffn.experts"}
+    assert {v.point for v in verdicts if v.state is State.PASS} == {"layers.0.ffn.gate"}
+
+
+def test_production_that_stops_in_decode_fails_and_what_came_before_is_judged(shell):
+    """The prompt has 20 tokens: the second step finds 21 in the cache."""
+    emit = '        self.taps.emit("logits", logits)\n'
+    fault = shell.fault("production/model.py", emit, f'{emit}        if decode and int(cache.lengths.max()) == 21:\n            raise RuntimeError("planted")\n')
+    code, out, _ = shell("parity/test_layers.py", *SMALL, *fault, "-k", "production_runs or (test_point and hc_ffn.X)")
+    assert code == 1
+    assert last_lines(out)[0] == "fail"
+    header, verdicts, summary = shell.records()
+    assert header.inject == "X1"
+    (crash,) = [v for v in verdicts if v.state is State.FAIL]
+    assert (crash.phase, crash.step_first) == ("decode", 1)
+    assert "planted" in crash.reason
+    unreached = [v for v in verdicts if v.state is State.NOT_RUN]
+    assert {(v.phase, v.step_first) for v in unreached} == {("decode", 1)}
+    assert all("planted" in v.reason for v in unreached)
+    assert summary.first_divergence is not None
+    assert (summary.first_divergence.phase, summary.first_divergence.step) == ("decode", 1)
+
+
+@pytest.mark.parametrize("where", ["load", "import"])
+def test_production_that_does_not_load_fails_the_run(where, shell):
+    edits = {
+        "load": ("production/model.py", "    checkpoint = Checkpoint(checkpoint_dir, layers)\n", '    raise RuntimeError("planted")\n'),
+        "import": ("production/moe.py", 'step.emit("ffn.experts", buf.experts)', "step.emit((buf.experts)"),
+    }
+    code, out, _ = shell("parity/", *SMALL, *shell.fault(*edits[where]), "-k", "production_runs")
+    assert code == 1
+    assert last_lines(out)[0] == "fail"
+    _, verdicts, summary = shell.records()
+    assert summary.passed == 0
+    assert ("planted" if where == "load" else "SyntaxError") in " ".join(v.reason for v in verdicts)
+
+
+# ---- stopped ----
+
+
+def stop(shell: Shell, with_signal: signal.Signals, *arguments: str) -> tuple[int, str]:
+    """Send the signal once the run's file is there."""
+    process = shell.start("parity/test_layers.py", "--layers", "0-3", "--prompt", "medium.txt:0:40", "--no-cache", *arguments)
+    deadline = time.monotonic() + 90
+    while not (shell.report / "run.jsonl").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(with_signal)
+    out, _ = process.communicate(timeout=60)
+    return process.returncode, out
+
+
+@pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_told_to_stop_closes_its_file_and_removes_the_copy(with_signal, shell):
+    code, out = stop(shell, with_signal, "--inject", "B118")
+    assert code == 2
+    assert last_lines(out)[0].startswith("incomplete (the run ended before this test")
+    _, verdicts, summary = shell.records()
+    assert summary.not_run > 0
+    assert all(v.reason for v in verdicts if v.state is State.NOT_RUN)
+
+
+def test_a_killed_run_leaves_a_file_that_reads_as_incomplete(shell):
+    code, _ = stop(shell, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert isinstance(read_run(shell.report / "run.jsonl")[0], Header)
+    assert not (shell.report / "report.html").exists()
+    code, out, _ = shell("reports", str(shell.report / "run.jsonl"))
+    assert code == 0
+    page = (shell.report / "report.html").read_text()
+    assert "the run was cut off" in page
+    assert "report.html" in out
