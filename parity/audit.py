@@ -40,7 +40,7 @@ from probes.core.recorder import Recorder
 from probes.core.records import Measurement, Mechanism
 from probes.core.rows import absent_rows, least_size, replayable, row_errors, rows_of, score_unit
 from probes.core.trace import PassKey, Trace, grow_last, join
-from reference.points import INDICES, SCORES, layer_of, points_of_layer, points_of_model, spec_of
+from reference.points import INDICES, SCORES, VALUES, layer_of, points_of_layer, points_of_model, spec_of
 
 TWIN_ORDERS = (1, 2, 3)
 KEPT = (".attn.q", ".attn.kv", ".attn.compressor")  # isolated twin values that derived floors need
@@ -55,7 +55,7 @@ class Floor:
 
     error, norm     worst relative L2 and worst |norm ratio - 1| of a twin's row;  absolute  worst element error
     rows            twin rows seen; 0 means there is no floor
-    unit            SCORES: typical size of one score; a row is not measured by less
+    unit            typical size, of one score (SCORES) or of a free-running row; no row is measured by less. 0: by its own
     errors          relative L2 of every row, by twin, phase and step
     """
 
@@ -88,6 +88,8 @@ class Floor:
             seen = want.isfinite() & valid[..., None]
             least = least_size(self.unit, seen)
             got, want = got.masked_fill(~seen, 0.0), want.masked_fill(~seen, 0.0)
+        elif self.unit:
+            least = torch.full(valid.shape, self.unit, dtype=torch.float64)
         error, norm = row_errors(got, want, row_dims, least)
         use = ~absent_rows(want, row_dims) & _spread(valid, error)
         if use.any():
@@ -387,7 +389,7 @@ class Audit:
             if self.cache is not None:
                 self._keep(one, before, floors)
         for (mode, point), floor in floors.items():
-            self.floors.setdefault((mode, point), self._new_floor(point)).merge(floor)
+            self.floors.setdefault((mode, point), self._new_floor(mode, point)).merge(floor)
 
     def _keep(self, one: ReferencePass, before: Snapshots, floors: Mapping[tuple[str, str], Floor]) -> None:
         """Put a computed pass into the cache."""
@@ -479,15 +481,22 @@ class Audit:
                 if mode == "isolated" and point.endswith(KEPT):
                     narrow = torch.bfloat16 if "bf16" in twin.policy else torch.float32  # these points are rounded to it
                     self.twin_values[number, point, phase, step] = got.to(narrow)
-                floor = floors.setdefault((mode, point), self._new_floor(point))
+                floor = floors.setdefault((mode, point), self._new_floor(mode, point))
                 floor.add(got, want, spec.kind, rows_of(spec, mode, want.dim()), self.valid(phase), number, (phase, step))
 
-    def _new_floor(self, point: str) -> Floor:
-        """An empty floor; scores are measured by the typical size of the reference's scores over the prompt."""
-        floor = Floor()
-        if spec_of(point).kind == SCORES:
-            want = self.get("reference", point, "prefill")
+    def _new_floor(self, mode: str, point: str) -> Floor:
+        """An empty floor, with the typical size over the prompt: of the reference's scores, and in free runs of its rows.
+
+        What earlier layers hand down is as large in a small row as in a large one.
+        """
+        floor, kind = Floor(), spec_of(point).kind
+        want = self.get("reference", point, "prefill")
+        if kind == SCORES:
             floor.unit = score_unit(want.masked_fill(~self.prefill_valid[..., None], -torch.inf))
+        elif kind == VALUES and mode == "free":
+            size = want[self.prefill_valid].double().flatten(1).norm(dim=-1)
+            size = size[size.isfinite() & (size > 0)]
+            floor.unit = float(size.median()) if len(size) else 0.0
         return floor
 
     # ---- what the tests read ----

@@ -111,6 +111,8 @@ def judge_values(
         seen = want.isfinite() & use
         least = least_size(floor.unit, seen)
         got, want = got.masked_fill(~seen, 0.0), want.masked_fill(~seen, 0.0)
+    elif mode == "free" and floor.unit:
+        least = torch.full(valid.shape, floor.unit, dtype=torch.float64)
     dims = rows_of(spec, mode, want.dim())
     error, norm = row_errors(got, want, dims, least)
     rows = valid.reshape(*valid.shape, *[1] * (error.dim() - 2)).expand(error.shape) & ~(absent_rows(want, dims) & absent_rows(got, dims))
