@@ -15,7 +15,7 @@ from parity.audit import Audit, Floor
 from parity.evaluate import judge_values
 from parity.gates import OPERATIONS
 from parity.selection import Case
-from parity.session import RUN, NotLoadedError, run_of
+from parity.session import RUN, NotLoadedError, again_options, run_of
 from probes.core.inputs import Hostile
 from probes.core.records import State, Verdict
 from reference.points import VALUES, PointSpec
@@ -59,22 +59,22 @@ def record(request: pytest.FixtureRequest) -> Callable[[Verdict], None]:
         verdict = replace(verdict, test_id=request.node.nodeid)
         run.record(verdict)
         if verdict.state is State.FAIL:
-            pytest.fail(describe(verdict), pytrace=False)
+            pytest.fail(describe(verdict, again_options(request.config)), pytrace=False)
         if verdict.state is State.NOT_RUN:
             pytest.fail(f"not run: {verdict.point}: {verdict.reason}", pytrace=False)
 
     return write
 
 
-def describe(v: Verdict) -> str:
-    """What failed, where, by how much, and how to run it again."""
+def describe(v: Verdict, options: str = "") -> str:
+    """What failed, where, by how much, and how to run it again. options  what the ids depend on, from `again_options`."""
     at = f"{v.phase or 'single operation'}" + (f" step {v.worst_step}" if v.worst_step is not None else "")
     lines = [f"{v.point}   {at}   {v.mode}   {v.component}", f"  {v.reason}"]
     if v.element:
         lines.append(f"  worst row {v.where}, worst element {v.element}: got {v.got:.6g}, want {v.want:.6g}" if v.got is not None and v.want is not None else "")
     if v.floor is not None and v.limit is not None:
         lines.append(f"  limit {v.limit:.3g} = {v.k:g} x floor {v.floor:.3g} + {v.eps:.3g}   ({v.why})")
-    lines.append(f"  again: pytest '{v.test_id}'")
+    lines.append(f"  again: pytest '{v.test_id}'{options}")
     return "\n".join(filter(None, lines))
 
 
@@ -165,7 +165,7 @@ def judge(request: pytest.FixtureRequest) -> Callable[..., None]:
         if run is not None:
             run.record(verdict)
         if verdict.state is not State.PASS:
-            pytest.fail(describe(verdict), pytrace=False)
+            pytest.fail(describe(verdict, again_options(request.config)), pytrace=False)
 
     return judged
 

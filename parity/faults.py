@@ -9,7 +9,7 @@ A list is a TOML file:
     file = "production/model.py"          # below production/ or kernels/
     find = "..."                          # must stand there exactly once
     replace = "..."
-    [fault.expect]                        # what a right report may name
+    [fault.expect]                        # optional: what a right report may name
     phase = "decode"                      # "prefill" | "decode" | "any"; absent for a single-operation check
     layer = 0                             # layer of the first divergence; absent: none
     points = ["attn.visible"]             # accepted points or operations
@@ -34,6 +34,7 @@ from reference.config import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 OPEN_LIST = ROOT / "parity" / "faults.toml"
+MORE_LIST = ROOT / "parity" / "faults_more.toml"
 ROOMS = ("production", "kernels")
 
 
@@ -88,12 +89,13 @@ def read_faults(path: Path = OPEN_LIST) -> dict[str, Fault]:
     return faults
 
 
-def find_fault(fault_id: str, path: Path = OPEN_LIST) -> Fault:
-    """One fault of a list. Raises InputError with the nearest id."""
-    faults = read_faults(path)
+def find_fault(fault_id: str, path: Path | None = None) -> Fault:
+    """One fault of a list; None: of the project's own two lists. Raises InputError with the nearest id."""
+    faults = read_faults(path) if path is not None else {**read_faults(OPEN_LIST), **read_faults(MORE_LIST)}
     if fault_id not in faults:
         near = difflib.get_close_matches(fault_id, faults, n=1) or sorted(faults)[:1]
-        raise InputError(f"{path}: no fault {fault_id!r}; nearest is {near[0]!r}, {len(faults)} in the list")
+        where = path if path is not None else f"{OPEN_LIST.name} and {MORE_LIST.name}"
+        raise InputError(f"{where}: no fault {fault_id!r}; nearest is {near[0]!r}, {len(faults)} known")
     return faults[fault_id]
 
 

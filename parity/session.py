@@ -11,6 +11,7 @@ import datetime
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -60,7 +61,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--report", default=None, metavar="DIR", help="where run.jsonl, report.html and junit.xml go (default: reports/runs/<date>-<commit>)")
     group.addoption("--no-cache", action="store_true", help="compute the reference and its twins even if an earlier run left them in ~/.cache/dsv4-parity/reference (DSV4_PARITY_CACHE moves it)")
     group.addoption("--inject", default=None, metavar="ID", help="plant a fault in a copy of production and kernels")
-    group.addoption("--faults", default=None, metavar="FILE", help="list of faults for --inject (default: parity/faults.toml)")
+    group.addoption("--faults", default=None, metavar="FILE", help="list that --inject takes the fault from, instead of parity/faults.toml and parity/faults_more.toml")
 
 
 def _within_unit(path: Path) -> bool:
@@ -184,7 +185,7 @@ def _checked(config: pytest.Config) -> Run:
         raise InputError(f"prompt of {longest} tokens and {needed - longest} steps need {needed} tokens, --max-context is {max_context}")
     fault = None
     if option("--inject") is not None:
-        fault = faults.find_fault(option("--inject"), faults.OPEN_LIST if option("--faults") is None else config.invocation_params.dir / option("--faults"))
+        fault = faults.find_fault(option("--inject"), None if option("--faults") is None else config.invocation_params.dir / option("--faults"))
     elif option("--faults") is not None:
         raise InputError("--faults needs --inject ID")
     return Run(
@@ -425,9 +426,21 @@ def _shown(path: Path) -> str:
 
 def command_line(config: pytest.Config) -> str:
     """What was typed, as a line that can be typed again."""
-    import shlex
-
     return shlex.join(["pytest", *map(str, config.invocation_params.args)])
+
+
+AGAIN = ("phase", "layers", "checkpoint", "prompt", "steps", "device", "max_context", "inject", "faults")
+
+
+def again_options(config: pytest.Config) -> str:
+    """The options of this run that a test's id depends on, as typed behind `pytest ID`; empty for the defaults."""
+    words: list[str] = []
+    for name in AGAIN:
+        given, option = config.getoption(name, None), "--" + name.replace("_", "-")
+        if given is not None and any(str(arg).split("=")[0] == option for arg in config.invocation_params.args):
+            for value in given if isinstance(given, list) else [given]:
+                words += [option, str(value)]
+    return " " + shlex.join(words) if words else ""
 
 
 # ---- finish ----

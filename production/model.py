@@ -4,8 +4,11 @@ Every number is made by a kernel in kernels/; torch owns the memory and moves to
 token to the next (positions, lengths, counts) lies on the device; the host keeps a mirror for validation and sizes.
 A kernel that cannot run raises: nothing falls back. Values are rounded at the points of `POLICY`, nowhere else.
 
-    python -c "import torch, production; m = production.load('checkpoints/tiny-dsv4'); s = m.new_state(batch=1);
-    print(m.prefill(torch.tensor([[5, 9, 7]]), s).shape, m.decode(torch.tensor([3]), s).shape)"
+    import torch, production
+    model = production.load("checkpoints/tiny-dsv4")
+    state = model.new_state(batch=1)
+    model.prefill(torch.tensor([[5, 9, 7]]), state)   # [1, 3, vocab]
+    model.decode(torch.tensor([3]), state)            # [1, vocab]
 
 Prefill longer than `prefill_chunk` is cut into chunks, each through all layers. A decode step allocates nothing.
 Tests: parity/unit/test_production.py; the audit itself: pytest parity/.
