@@ -468,7 +468,8 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     report = render(ledger.records, run.report_dir)
     shown = _near(report)
     reason = f" ({' '.join(summary.reasons[0].split())})" if summary.verdict == "incomplete" and summary.reasons else ""
-    closing = [*divergence_lines(divergence), f"verdict: {summary.verdict}{reason}", f"report: {shown}"]
+    cause = [f"production does not run: {' '.join(run.load_crash.split())[:300]}"] if run.load_crash is not None else []
+    closing = [*cause, *divergence_lines(divergence), f"verdict: {summary.verdict}{reason}", f"report: {shown}"]
     config.add_cleanup(lambda: print("\n".join(closing), flush=True))  # below pytest's own last line
     if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         clean = summary.verdict == "pass" or (bool(narrowed) and exitstatus == 0 and not summary.not_run)
@@ -570,7 +571,7 @@ def first_divergence(records: list[Record], run: Run) -> Divergence | None:
         key, first = min(chain, key=lambda entry: entry[0])
         local = True if first.mode == "isolated" else ((first.point, first.phase, first.step_first) not in passed)
         return Divergence(first.layer, first.point, first.phase, key[1] if 0 <= key[1] < WHOLE_PHASE else None, local, first.component)
-    if operations:
+    if operations and run.load_crash is None:  # where production does not load, nothing was compared that could diverge
         first = operations[0]
         return Divergence(first.layer, first.point, first.phase, first.step_first, first.local, first.component)
     return None

@@ -323,6 +323,8 @@ def test_production_that_does_not_load_fails_the_run(where, shell):
     assert last_lines(out)[0] == "fail"
     _, verdicts, summary = shell.records()
     assert summary.passed == 0
+    assert summary.first_divergence is None  # nothing was compared
+    assert "production does not run: " in out
     assert ("planted" if where == "load" else "SyntaxError") in " ".join(v.reason for v in verdicts)
 
 
