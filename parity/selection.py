@@ -1,40 +1,24 @@
 """What to judge: `--layers 0-3,7` and `--phase` as cases, step groups and test ids. No tensors here.
 
-    from parity.selection import parse_layers; parse_layers("0-3,7", 8) -> (0, 1, 2, 3, 7)
+    layer_cases(config, parse_layers("0-3,7", 8), ("prefill",), steps=0)
 
 Tests: parity/unit/test_selection.py.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reference.config import InputError, ModelConfig
+from probes.core.cli import parse_layers
+from reference.config import ModelConfig
 from reference.points import points_of_layer, spec_of
+
+__all__ = ["Case", "layer_cases", "model_cases", "parse_layers", "parse_phases", "step_groups"]
 
 PHASES = ("prefill", "decode")
 MODES = ("isolated", "free")
 GROUP_STEPS = 32  # decode steps judged by one test; the first step is a group of its own
-
-
-def parse_layers(text: str | None, count: int) -> tuple[int, ...]:
-    """The layers of a list such as `0-3,7`, ascending; None is all. Raises InputError that quotes the bad part."""
-    if text is None:
-        return tuple(range(count))
-    layers: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part, re.ASCII)
-        if match is None:
-            raise InputError(f"--layers {text}: {part!r} is neither a layer nor a range such as 0-3")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if first > last:
-            raise InputError(f"--layers {text}: range {part.strip()} runs backwards")
-        if last >= count:
-            raise InputError(f"--layers {text}: layer {last} does not exist; the checkpoint has layers 0-{count - 1}")
-        layers.update(range(first, last + 1))
-    return tuple(sorted(layers))
 
 
 def parse_phases(text: str) -> tuple[str, ...]:
