@@ -117,8 +117,9 @@ def judge_values(
     error, norm = row_errors(got, want, dims, least)
     rows = valid.reshape(*valid.shape, *[1] * (error.dim() - 2)).expand(error.shape) & ~(absent_rows(want, dims) & absent_rows(got, dims))
     count = int(rows.sum())
-    if count == 0 and spec.sparse and not masks_differ and valid.any():
-        # No group ended here and production wrote none: the masks are what was compared.
+    nothing_due = spec.sparse or (spec.kind == SCORES and want.shape[-1] == 0)
+    if count == 0 and nothing_due and not masks_differ and valid.any():
+        # No group ended here and production wrote (or scored) none: the masks are what was compared.
         return replace(base, state=State.PASS, metric="no entry is due and none was written", value=0.0, limit=0.0, spent=0.0, rows=int(valid.sum()), why=gate.why)
     eps, k = gate.eps(mode), gate.k(mode)
     value, where = _worst(error, rows)

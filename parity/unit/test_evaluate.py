@@ -120,6 +120,14 @@ def test_a_score_where_none_is_allowed_fails():
     assert judge(want[..., :2].clone(), want, SCORE).state is State.PASS  # narrower, the rest not visible
 
 
+def test_before_the_first_entry_there_is_no_score_and_that_is_compared():
+    nothing = torch.zeros(1, 3, 0)
+    verdict = judge(nothing, nothing.clone(), SCORE)
+    assert verdict.state is State.PASS
+    assert verdict.rows == 3
+    assert judge(torch.ones(1, 3, 1), nothing, SCORE).state is State.FAIL  # a score for an entry that is not there
+
+
 # ---- choices ----
 
 SCORES_ROW = torch.tensor([[[0.9, 0.8, 0.5, 0.499, 0.1, -INF]]], dtype=torch.float64)
