@@ -14,32 +14,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from production.launch import Argument, Device, KernelError
+from production.ops.arguments import ceil_div as _ceil
+from production.ops.arguments import choose as _choose
+from production.ops.arguments import need as _need
+from production.ops.arguments import packed as _packed
+from production.ops.arguments import shape as _shape
 
 SCALE_BLOCK, KEY_BLOCK = 64, 32  # e4m3 and e2m1 codes per scale, as in entry.cuh
 SPLIT_KEYS, MAX_SPLITS = 64, 64  # keys of the smallest split; beyond 64 splits each takes more keys
 TILE_KEYS, HEADS_PER_BLOCK, MMA_HEADS = 32, 8, 16  # sparse_attn.cu: keys decoded at a time, heads that share them
 POOL_CHANNELS = 64  # compressor.cu: a thread per channel
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _need(ok: bool, operation: str, message: str) -> None:
-    if not ok:
-        raise KernelError(f"{operation}: {message}")
-
-
-def _shape(operation: str, name: str, tensor: Tensor, *expected: int) -> None:
-    if tuple(tensor.shape) != expected:
-        raise KernelError(f"{operation}: {name} is {list(tensor.shape)}, expected {list(expected)}")
-
-
-def _packed(operation: str, **tensors: Tensor | None) -> None:
-    """Tensors that a kernel walks without strides."""
-    for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_contiguous():
-            raise KernelError(f"{operation}: {name} {list(tensor.shape)} has strides {list(tensor.stride())}, expected contiguous")
 
 
 def _rows(operation: str, name: str, tensor: Tensor, outer: int = 1) -> tuple[int, ...]:
@@ -52,13 +36,6 @@ def _rows(operation: str, name: str, tensor: Tensor, outer: int = 1) -> tuple[in
             )
         expected *= tensor.shape[dim]
     return tuple(tensor.stride()[:outer])
-
-
-def _choose(operation: str, variant: str | None, default: str, known: tuple[str, ...]) -> str:
-    if variant is None:
-        return default
-    _need(variant in known, operation, f"no variant {variant!r}; it has {', '.join(known)}")
-    return variant
 
 
 def _tokens(operation: str, T: int, position: Tensor, row: Tensor | None = None) -> None:

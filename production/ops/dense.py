@@ -14,40 +14,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from production.launch import Device, KernelError
+from production.ops.arguments import ceil_div as _ceil
+from production.ops.arguments import choose as _choose
+from production.ops.arguments import need as _need
+from production.ops.arguments import packed as _packed
+from production.ops.arguments import shape as _shape
 
 THIN_TOKENS = 8  # up to here a token is cheaper alone than in a tile of 64
 GROUP_NORM_DIM, WARP_NORM_DIM = 256, 2048  # eight lanes a row up to here, a warp up to here, then a block
 SCORING = {"sqrtsoftplus": 0, "sigmoid": 1, "softmax": 2}  # as in gate.cu
 TILE = 64  # as in linear.cuh
 THIN_BLOCK_ROWS = 32
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _need(ok: bool, operation: str, message: str) -> None:
-    if not ok:
-        raise KernelError(f"{operation}: {message}")
-
-
-def _shape(operation: str, name: str, tensor: Tensor, *expected: int) -> None:
-    if tuple(tensor.shape) != expected:
-        raise KernelError(f"{operation}: {name} is {list(tensor.shape)}, expected {list(expected)}")
-
-
-def _packed(operation: str, **tensors: Tensor | None) -> None:
-    """Tensors that a kernel walks without strides."""
-    for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_contiguous():
-            raise KernelError(f"{operation}: {name} {list(tensor.shape)} has strides {list(tensor.stride())}, expected contiguous")
-
-
-def _choose(operation: str, variant: str | None, default: str, known: tuple[str, ...]) -> str:
-    if variant is None:
-        return default
-    _need(variant in known, operation, f"no variant {variant!r}; it has {', '.join(known)}")
-    return variant
 
 
 # ---- positions and embedding ----
