@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import torch
 
-from parity import faults, selection
+from parity import planted, selection
 from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
 from parity.cache import ReferenceCache, cache_folder, checkpoint_facts, code_hash, machine_facts
 from parity.isolation import REPRO, strength, strengthened, with_repro
@@ -105,7 +105,7 @@ class Run:
     device: str
     checkpoint_dir: Path
     prompts: list[Any]
-    fault: faults.Fault | None
+    fault: planted.Fault | None
     report_dir: Path
     fault_copy: Path | None = None
     ledger: Ledger | None = None
@@ -185,7 +185,7 @@ def _checked(config: pytest.Config) -> Run:
         raise InputError(f"prompt of {longest} tokens and {needed - longest} steps need {needed} tokens, --max-context is {max_context}")
     fault = None
     if option("--inject") is not None:
-        fault = faults.find_fault(option("--inject"), None if option("--faults") is None else config.invocation_params.dir / option("--faults"))
+        fault = planted.find_fault(option("--inject"), None if option("--faults") is None else config.invocation_params.dir / option("--faults"))
     elif option("--faults") is not None:
         raise InputError("--faults needs --inject ID")
     return Run(
@@ -237,8 +237,8 @@ def start(session: pytest.Session) -> None:
     run = config.stash[RUN]
     try:
         if run.fault is not None:
-            run.fault_copy = faults.plant(run.fault)
-            faults.import_from(run.fault_copy)
+            run.fault_copy = planted.plant(run.fault)
+            planted.import_from(run.fault_copy)
         _load(run)
     except InputError as error:
         raise pytest.UsageError(str(error)) from None

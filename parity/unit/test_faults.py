@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parity.faults import OPEN_LIST, Edit, Fault, find_fault, plant, read_faults
+from parity.planted import OPEN_LIST, Edit, Fault, find_fault, plant, read_faults
 from reference.config import InputError
 
 

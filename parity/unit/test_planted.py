@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from parity.faults import read_faults
+from parity.planted import read_faults
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = read_faults()

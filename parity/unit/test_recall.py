@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from parity import faults, gates
+from parity import gates, planted
 from parity.recall import judge, judge_set
 from probes.core.recall import (
     KINDS,
@@ -196,7 +196,7 @@ def test_recall_over_the_longest_context(device):
 
 
 def edit(file, find, replace):
-    return faults.Edit(file, find, replace)
+    return planted.Edit(file, find, replace)
 
 
 HALF_SPLIT = edit(
@@ -262,7 +262,7 @@ def material():
 def test_a_planted_fault_turns_the_recall_gate_red(name, material):
     kind, edits = PLANTED[name]
     case = make_case(kind, material, 4096, 512, 2)
-    copy = faults.plant(faults.Fault(name.split()[0], name, tuple(edits)))
+    copy = planted.plant(planted.Fault(name.split()[0], name, tuple(edits)))
     try:
         (chosen, scores), _ = judge_set(open_device("cpu", kernels_dir=copy / "kernels"), case, FREQ)
     finally:

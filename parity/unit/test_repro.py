@@ -16,8 +16,8 @@ import production
 import reference
 from parity import evaluate, isolation, selection
 from parity.audit import Audit, Plan
-from parity.faults import find_fault, plant
 from parity.isolation import failed_verdict
+from parity.planted import find_fault, plant
 from parity.repro import NoReproError, capture
 from parity.session import first_divergence
 from probes import replay

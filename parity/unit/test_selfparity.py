@@ -16,7 +16,7 @@ import torch
 import production
 from parity import self_parity
 from parity.audit import Crash, Floor
-from parity.faults import OPEN_LIST, plant, read_faults
+from parity.planted import OPEN_LIST, plant, read_faults
 from parity.self_parity import SelfCase, cases, judge, verdict_of, verdict_of_stored
 from parity.unit.worlds import prompt, write_checkpoint
 from probes.core.queries import (
