@@ -16,7 +16,7 @@ import torch
 import production
 from parity import self_parity
 from parity.audit import Crash, Floor
-from parity.planted import OPEN_LIST, plant, read_faults
+from parity.planted import plant, read_faults
 from parity.self_parity import SelfCase, cases, judge, verdict_of, verdict_of_stored
 from parity.unit.worlds import prompt, write_checkpoint
 from probes.core.queries import (
@@ -37,7 +37,7 @@ from reference.config import InputError
 from reference.points import Taps
 
 TOKENS = 70  # the first splits, windows of 16 and groups of 4; decode from 0 and from 60
-FAULTS = {fault.id: fault for path in (OPEN_LIST, OPEN_LIST.with_name("faults_more.toml")) if path.exists() for fault in read_faults(path).values()}
+FAULTS = read_faults()
 
 
 @pytest.fixture(scope="module", autouse=True)
