@@ -37,7 +37,7 @@ from parity.cache import (
     values_of,
 )
 from probes.core.recorder import Recorder
-from probes.core.records import Measurement, Mechanism
+from probes.core.records import Measurement
 from probes.core.rows import absent_rows, least_size, replayable, row_errors, rows_of, score_unit
 from probes.core.trace import PassKey, Trace, grow_last, join
 from reference.points import INDICES, SCORES, VALUES, layer_of, points_of_layer, points_of_model, spec_of
@@ -615,38 +615,7 @@ class Audit:
             values["not_kept"] = c.trouble
         return [Measurement("reference_cache", values=values)]
 
-    # ---- what was exercised ----
-
-    def mechanisms(self) -> list[Mechanism]:
-        """Counts of what this prompt made the model do; 0 is listed as not exercised."""
-        config, W = self.config, self.config.sliding_window
-        decoded = len(self.decode_tokens) if "decode" in self.done else 0
-        passes = [("prefill", p) for row in self.plan.rows for p in range(len(row))]
-        passes += [("decode", int(n) + t) for n in self.lengths for t in range(decoded)]
-        kinds = [config.kind(n) for n in self.layers_run]
-
-        def count(phase: str, rule: Callable[[int], bool]) -> int:
-            return sum(ph == phase and rule(p) for ph, p in passes)
-
-        prompt_ends = [int(n) for n in self.lengths]
-        table = [
-            ("window wraps, prefill", count("prefill", lambda p: p >= W), "queries past sliding_window"),
-            ("window wraps, decode", count("decode", lambda p: p >= W), "decode steps past sliding_window"),
-            ("CSA entry finished in prefill", count("prefill", lambda p: (p + 1) % 4 == 0) * kinds.count("csa"), "groups of 4 completed by the prompt"),
-            ("CSA entry finished in decode", count("decode", lambda p: (p + 1) % 4 == 0) * kinds.count("csa"), "groups of 4 completed while decoding"),
-            ("HCA entry finished in prefill", count("prefill", lambda p: (p + 1) % 128 == 0) * kinds.count("hca"), "groups of 128 completed by the prompt"),
-            ("HCA entry finished in decode", count("decode", lambda p: (p + 1) % 128 == 0) * kinds.count("hca"), "groups of 128 completed while decoding"),
-            ("open CSA group carried into decode", sum(n % 4 != 0 for n in prompt_ends) * kinds.count("csa") * (decoded > 0), "prompts that end inside a group of 4"),
-            ("open HCA group carried into decode", sum(n % 128 != 0 for n in prompt_ends) * kinds.count("hca") * (decoded > 0), "prompts that end inside a group of 128"),
-            ("indexer discards entries", sum((p + 1) // 4 > config.index_topk for _, p in passes) * kinds.count("csa"), "queries with more complete entries than index_topk"),
-            ("hash-routed layers", sum(config.is_hash(n) for n in self.layers_run), "layers whose experts come from tid2eid"),
-            ("score-routed layers", sum(not config.is_hash(n) for n in self.layers_run), "layers whose experts come from the gate"),
-            ("keys split in decode", count("decode", lambda p: min(p + 1, W) > 64), "decode steps with more than 64 keys"),
-            ("batch rows of unequal length", len(set(prompt_ends)) - 1, "prompts in one batch"),
-        ]
-        found = [Mechanism(name, int(n), meaning) for name, n, meaning in table]
-        found.append(Mechanism("SwiGLU clamp", self.clamped, "gate or up values beyond swiglu_limit", "single-operation checks swiglu, shared_experts and moe"))
-        return found
+    # ---- what was asked for ----
 
     def coverage_points(self) -> list[tuple[str, str, int | None, str, str]]:
         """(phase, point, layer, mode, recorder) of everything that was asked for."""

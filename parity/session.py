@@ -31,6 +31,7 @@ from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
 from parity.cache import ReferenceCache, cache_folder, checkpoint_facts, code_hash, machine_facts
 from parity.isolation import REPRO, strength, strengthened, with_repro
 from parity.measure import measurements
+from parity.mechanisms import mechanisms, unexercised
 from probes.core import inputs
 from probes.core.records import Coverage, Divergence, Header, Kernel, Ledger, Record, State, Verdict, summarise
 from reference.checkpoint import Checkpoint
@@ -456,18 +457,20 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     _record_unreached(session, run)
     narrowed = _narrowed(session)
     facts: list[Record] = [] if narrowed else list(coverage(run))
-    for record in [*facts, *measurements(run.audit), *run.audit.cache_facts(), *run.audit.mechanisms(), *kernels(run)]:
+    for record in [*facts, *measurements(run.audit), *run.audit.cache_facts(), *mechanisms(run.audit, ledger.records), *kernels(run)]:
         ledger.write(record)
     divergence = strengthened(first_divergence(ledger.records, run), ledger.records, run.audit)
     divergence = with_repro(divergence, ledger.records, run.audit, run.report_dir, str(_near(run.report_dir / REPRO)), command_line(config))
     summary = summarise(ledger.records, time.perf_counter() - run.started, divergence)
     if narrowed:
         summary = replace(summary, reasons=[*summary.reasons, narrowed], verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
+    else:
+        summary = replace(summary, reasons=[*summary.reasons, *unexercised(ledger.records)])
     ledger.write(summary)
     ledger.close()
     report = render(ledger.records, run.report_dir)
     shown = _near(report)
-    reason = f" ({' '.join(summary.reasons[0].split())})" if summary.verdict == "incomplete" and summary.reasons else ""
+    reason = f" ({' '.join(summary.reasons[0].split())})" if summary.verdict != "fail" and summary.reasons else ""
     cause = [f"production does not run: {' '.join(run.load_crash.split())[:300]}"] if run.load_crash is not None else []
     closing = [*cause, *divergence_lines(divergence), f"verdict: {summary.verdict}{reason}", f"report: {shown}"]
     config.add_cleanup(lambda: print("\n".join(closing), flush=True))  # below pytest's own last line

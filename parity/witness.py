@@ -106,6 +106,12 @@ def attended(audit: Audit, who: str, layer: int, phase: str) -> Attended:
     return _remember(audit, ("attended", who, layer, phase), make)  # type: ignore[no-any-return]
 
 
+def sink_share(audit: Audit, layer: int, phase: str) -> Tensor | None:
+    """[b, s, h] share of production's attention on the sink, where a gate of this run looked at it."""
+    found: Attended | None = audit.memo.get(("attended", "production", layer, phase))
+    return None if found is None else found.mass["sink"]
+
+
 ATTENTION = ("attn.q", "attn.kv", "attn.visible", "attn.core")
 
 

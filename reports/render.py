@@ -371,7 +371,7 @@ def not_checked(run: Run) -> list[str]:
             reasons[v.reason or "no reason given"] = reasons.get(v.reason or "no reason given", 0) + 1
     out += [f"{words.plural(n, 'gate')} not run: {words.cut(reason)}" for reason, n in list(reasons.items())[:100]]
     out += [
-        f"mechanism not exercised: {m.name}" + (f" (judged by {m.covered_by})" if m.covered_by else " (nothing else in this run covers it)")
+        f"mechanism not exercised: {m.name}" + (f" (judged by {m.covered_by})" if m.covered_by else " (no check of this run reaches it)")
         for m in run.mechanisms
         if m.count == 0
     ]
