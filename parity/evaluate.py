@@ -126,12 +126,15 @@ def judge_values(
     typical = floor.typical(passes)
     noise = (floor.error, floor.norm, typical) if floor.rows else (math.nan, math.nan, math.nan)
     worst_row = gates.judge(value, noise[0], eps, k, count)
-    norm_ratio = gates.judge(_worst(norm, rows)[0], noise[1], eps, k, count, what="norm ratio off 1 by")
+    off_norm = _worst(norm, rows)[0]
+    norm_ratio = gates.judge(off_norm, noise[1], eps, k, count, what="norm ratio off 1 by")
     parts = [worst_row, norm_ratio]
+    numbers = [("worst row rel-L2", value, worst_row), ("norm ratio off 1 by", off_norm, norm_ratio)]
     median = None
     if count >= gates.TYPICAL_ROWS:
         median = float(error[rows].nan_to_num(math.inf).median())
         parts.append(gates.judge(median, noise[2], gate.typical_eps(mode), k, count, what="typical (median) row rel-L2"))
+        numbers.append(("typical row rel-L2", median, parts[-1]))
     details: dict[str, Any] = {"median": median, "median_floor": typical, "median_limit": parts[-1].limit if median is not None else None}
     decisive = next((p for p in parts if p.state is State.FAIL), next((p for p in parts if p.state is State.NOT_RUN), worst_row))
     state, reason = decisive.state, decisive.reason
@@ -159,7 +162,7 @@ def judge_values(
         where=where, element=[*where, *[int(i) for i in inner]], got=float(g[element]), want=float(w[element]),
         norm_ratio=float(g.norm() / w.norm()) if w.norm() > 0 else None, norm_ratio_limit=norm_ratio.limit,
         cosine=float(torch.dot(g, w) / (g.norm() * w.norm())) if g.norm() * w.norm() > 0 else None,
-        rel_l2=float((flat_got - flat_want).norm() / flat_want.norm()) if flat_want.norm() > 0 else None, rows=count, details=details,
+        rel_l2=float((flat_got - flat_want).norm() / flat_want.norm()) if flat_want.norm() > 0 else None, rows=count, numbers=gates.numbers_of(*numbers), details=details,
     )  # fmt: skip
 
 

@@ -16,9 +16,10 @@ and after. Measured margins: docs/gates.md. Tests: parity/unit/test_gates.py.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from probes.core.records import State
+from probes.core.records import State, Verdict
 
 MAX_LIMIT = 0.3
 K_ISOLATED = 3.0
@@ -199,6 +200,22 @@ def judge(value: float, floor: float, eps: float, k: float = K_ISOLATED, rows: i
     if value <= limit:
         return Judgement(State.PASS, limit, spent)
     return Judgement(State.FAIL, limit, spent, f"{what} {value:.3g} > {limit:.3g} ({k:g} x floor {floor:.2g} + {eps:.2g}), {100 * spent:.0f} % of limit")
+
+
+def numbers_of(*judged: tuple[str, float, Judgement]) -> list[dict[str, Any]]:
+    """(number, value, judgement) as a verdict's `numbers`: the smallest limit that each would pass, the tightest first."""
+    listed = [{"number": name, "smallest_limit": value, "limit": one.limit, "spent": one.spent} for name, value, one in judged]
+    return sorted(listed, key=lambda n: math.inf if math.isnan(n["spent"]) else n["spent"], reverse=True)
+
+
+def with_numbers(verdict: Verdict) -> Verdict:
+    """A judged verdict of one number has it in `numbers` too; one that was not run has none."""
+    if verdict.state is State.NOT_RUN:
+        return replace(verdict, numbers=[])
+    if verdict.numbers or verdict.value is None or verdict.limit is None:
+        return verdict
+    spent = verdict.spent if verdict.spent is not None else math.nan
+    return replace(verdict, numbers=numbers_of((verdict.metric, verdict.value, Judgement(verdict.state, verdict.limit, spent))))
 
 
 def judge_exact(different: int, compared: int, what: str) -> Judgement:

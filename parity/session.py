@@ -29,6 +29,7 @@ import torch
 from parity import planted, selection
 from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
 from parity.cache import ReferenceCache, cache_folder, checkpoint_facts, code_hash, machine_facts
+from parity.gates import with_numbers
 from parity.isolation import REPRO, strength, strengthened, with_repro
 from parity.measure import measurements
 from parity.mechanisms import mechanisms, unexercised
@@ -123,6 +124,7 @@ class Run:
         if isinstance(record, Verdict):
             if self.device_reason is not None and record.state is State.FAIL and record.rows == 0:
                 record = replace(record, state=State.NOT_RUN, value=None, spent=None, reason=self.device_reason)  # it only found that there is no device
+            record = with_numbers(record)
             self.judged.add(record.test_id)
         if self.ledger is not None:
             self.ledger.write(record)

@@ -238,13 +238,19 @@ def greedy_of(run: Run) -> list[Greedy]:
 
 @dataclass(frozen=True)
 class Gate:
-    """A verdict as a row of text; index is its place in the run."""
+    """A verdict as a row of text; index is its place in the run.
+
+    number   the number that spent most of its limit; numbers  the smallest limit it would pass, its limit, the share, floor,
+             norm ratio and cosine of the worst row; others  the gate's further numbers, likewise
+    """
 
     index: int
     verdict: Verdict
     state: str
     where: str
+    number: str
     numbers: list[str]
+    others: str
     element: str
     note: str
     command: str
@@ -263,10 +269,13 @@ def gate_row(run: Run, index: int) -> Gate:
         worst += (", " if worst else "") + f"step {v.worst_step}"
     origin = {True: "local", False: "inherited", None: ""}[v.local]
     norm = words.number(v.norm_ratio) + (f" (±{words.number(v.norm_ratio_limit)})" if v.norm_ratio_limit is not None else "")
+    tightest, *others = v.numbers or [{"number": v.metric, "smallest_limit": v.value, "limit": v.limit, "spent": v.spent}]
+    number, limit = (words.number(tightest.get(key)) for key in ("smallest_limit", "limit"))
     return Gate(
-        index=index, verdict=v, state={State.PASS: "pass", State.FAIL: "fail", State.NOT_RUN: "not run"}[v.state],
+        index=index, verdict=v, number=str(tightest.get("number")), state={State.PASS: "pass", State.FAIL: "fail", State.NOT_RUN: "not run"}[v.state],
         where=", ".join(part for part in (worst, element, origin) if part),
-        numbers=[words.number(v.value), words.number(v.limit), words.share(v.spent), words.number(v.floor), norm, words.number(v.cosine)],
+        numbers=[number, limit, words.share(v.spent), words.number(v.floor), norm, words.number(v.cosine)],
+        others="; ".join(words.number_of(other) for other in others),
         element=element, note=words.cut(v.reason), command=words.cut(words.command(v.test_id, run.header.command)),
         details=words.cut(words.anything(v.details), 600) if v.details else "",
     )  # fmt: skip
@@ -278,7 +287,7 @@ def gate_rows(run: Run) -> tuple[list[Gate], int]:
     budget, kept = GATE_ROWS_BYTES, set()
     for row in sorted(rows, key=lambda row: heat.badness(row.verdict), reverse=True):
         v = row.verdict
-        text = (v.point, v.gate, v.metric, v.why, row.note, row.command, row.where, row.details, *row.numbers)
+        text = (v.point, v.gate, row.number, row.others, v.why, row.note, row.command, row.where, row.details, *row.numbers)
         budget -= 620 + sum(len(t.encode("utf-8", "replace")) for t in text)
         if budget < 0:
             break

@@ -71,6 +71,11 @@ def share(spent: float | None) -> str:
     return f"{percent:.1f} %" if 0 < percent < 1 else f"{percent:.0f} %"
 
 
+def number_of(one: dict[str, Any]) -> str:
+    """One further number of a gate: `norm ratio off 1 by 0.0031 of 0.1 (3 %)`."""
+    return f"{one.get('number')} {number(one.get('smallest_limit'))} of {number(one.get('limit'))} ({share(as_number(one.get('spent')))})"
+
+
 def times(spent: float | None) -> str:
     """How far over its limit, as a clause."""
     if spent is None:

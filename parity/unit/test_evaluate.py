@@ -61,6 +61,17 @@ def test_a_spoiled_row_fails(spoil):
     assert verdict.reason
 
 
+@pytest.mark.parametrize(("factor", "tightest"), [(1 + 9e-5, "typical row"), (1.0, "worst row")], ids=["every row", "no row"])
+def test_every_number_of_a_pass_is_told_with_the_smallest_limit_it_needs(factor, tightest):
+    verdict = judge(rows() * factor, rows(), floor=floor_of(0.0))
+    assert verdict.state is State.PASS
+    assert verdict.numbers[0]["number"].startswith(tightest)
+    assert verdict.numbers[0]["spent"] == verdict.spent
+    assert {n["number"] for n in verdict.numbers} == {"worst row rel-L2", "norm ratio off 1 by", "typical row rel-L2"}
+    for number in verdict.numbers:
+        assert number["smallest_limit"] == pytest.approx(number["spent"] * number["limit"])
+
+
 def test_the_first_bad_row_is_named():
     got = rows()
     got[0, 7] *= 1.1

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from parity import gates
 from parity.gates import GATES, MAX_LIMIT, OPERATIONS
-from probes.core.records import State
+from probes.core.records import State, Verdict
 from reference.points import INDICES, LAYER_POINTS, MODEL_POINTS
 
 
@@ -31,6 +34,27 @@ def test_what_cannot_be_judged_is_not_run_even_at_zero_error(floor, eps, rows):
 def test_no_limit_is_above_the_largest_allowed():
     assert gates.judge(0.0, floor=0.2, eps=0.1).limit == MAX_LIMIT
     assert gates.judge(0.31, floor=0.2, eps=0.1).state is State.FAIL
+
+
+@given(st.floats(0, 1e-3), st.floats(0, 1e-3), st.floats(0, 1e-3))
+def test_a_limit_below_the_smallest_passing_one_is_red(value, floor, eps):
+    """The number that spent most stands first; with its smallest limit the gate is green, just below it red."""
+    (tight, loose) = gates.numbers_of(("half of it", value / 2, gates.judge(value / 2, floor, eps)), ("it", value, gates.judge(value, floor, eps)))
+    assert tight["spent"] >= loose["spent"]
+    assert gates.judge(value, 0.0, tight["smallest_limit"] if tight["number"] == "it" else value).state is State.PASS
+    assert value == 0 or gates.judge(value, 0.0, math.nextafter(value, 0)).state is State.FAIL
+
+
+def test_nan_spends_more_than_anything():
+    found = gates.numbers_of(("a", 0.5, gates.judge(0.5, 0.0, 0.1)), ("b", math.nan, gates.judge(math.nan, 0.0, 0.1)))
+    assert [n["number"] for n in found] == ["b", "a"]
+
+
+def test_a_verdict_of_one_number_carries_it_and_one_that_was_not_run_none():
+    verdict = Verdict("g", "p", "model", State.PASS, "things", value=1.0, limit=4.0, spent=0.25, rows=3)
+    assert gates.with_numbers(verdict).numbers == [{"number": "things", "smallest_limit": 1.0, "limit": 4.0, "spent": 0.25}]
+    assert gates.with_numbers(replace(gates.with_numbers(verdict), state=State.NOT_RUN)).numbers == []
+    assert gates.with_numbers(replace(verdict, value=None)).numbers == []
 
 
 def test_comparing_nothing_exactly_is_not_run():

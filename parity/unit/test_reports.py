@@ -76,6 +76,14 @@ def states(records: list[Record]) -> dict[str, int]:
     return out
 
 
+def test_a_pass_shows_the_smallest_limit_it_needs_of_every_number():
+    numbers = [{"number": "typical row", "smallest_limit": 0.00123, "limit": 0.00246, "spent": 0.5}, {"number": "norm ratio", "smallest_limit": 0.0451, "limit": 0.451, "spent": 0.1}]
+    judged = Verdict("attn.q", "layers.0.attn.q", "free", State.PASS, "worst row", layer=0, phase="prefill", value=0.5, limit=9.0, spent=0.5, rows=9, numbers=numbers)
+    page = Page(report_html([header(), judged, Summary("pass", 1, 0, 0, None, 1)])).words
+    assert "attn.q typical row 0.00123 0.00246 50 %" in page
+    assert "norm ratio 0.0451 of 0.451 (10 %)" in page
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_totals_agree_in_records_page_and_junit(name, tmp_path):
     records = RUNS[name]

@@ -79,6 +79,8 @@ class Verdict:
     state       pass | fail | not_run, with reason when it is not a pass
     metric      what value and limit measure; spent = value / limit
     floor       worst row of the reordered-sum twins; limit = k * floor + eps; why  where the row of the table comes from
+    numbers     every number of the gate beside its limit, the one that spent most first: {number, smallest_limit, limit, spent};
+                with a limit below smallest_limit the gate would be red
     where       [b, s or step, ...] of the worst row; element  coordinate of the worst element with got and want
     rows        rows compared: 0 is never a pass
     near_ties   differing choices within the score noise, counted and not failed
@@ -119,6 +121,7 @@ class Verdict:
     component: str = ""
     local: bool | None = None
     test_id: str = ""
+    numbers: list[dict[str, Any]] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
 
 
