@@ -36,11 +36,13 @@ from parity.cache import (
     unpack_states,
     values_of,
 )
+from parity.selection import state_phase
+from probes.core.queries import Stored, left_parts
 from probes.core.recorder import Recorder
 from probes.core.records import Measurement
 from probes.core.rows import absent_rows, least_size, replayable, row_errors, rows_of, score_unit
 from probes.core.trace import PassKey, Trace, grow_last, join
-from reference.points import INDICES, SCORES, VALUES, layer_of, points_of_layer, points_of_model, spec_of
+from reference.points import INDICES, SCORES, VALUES, layer_of, points_of_layer, points_of_model, spec_of, state_parts
 
 TWIN_ORDERS = (1, 2, 3)
 KEPT = (".attn.q", ".attn.kv", ".attn.compressor")  # isolated twin values that derived floors need
@@ -193,6 +195,7 @@ class Audit:
     seconds: dict[str, float] = field(default_factory=dict)
     decode_tokens: list[list[int]] = field(default_factory=list)
     twin_values: dict[tuple[int, str, str, int | None], Tensor] = field(default_factory=dict)  # (twin, point, phase, step), KEPT
+    stored: dict[tuple[int, str, int | None], dict[str, Stored | str]] = field(default_factory=dict)  # (layer, phase, step): state that isolated passes left, or why not
     memo: dict[Any, Any] = field(default_factory=dict)  # what several gates of one run share
     broken: Exception | None = None
     _greedy: Greedy | None = None
@@ -224,6 +227,7 @@ class Audit:
         self._computed = 0  # how many of them this process has computed: the reference's own state stands there
         self.clamped = self._clamped_here = 0  # gate and up values of the reference beyond swiglu_limit: all passes, the last one
         self._snapshots: Snapshots = {}  # judged layers' reference state after the last pass
+        self._left: dict[int, dict[str, Tensor] | str] = {}  # production's, of the isolated layers, or why there is none
 
     @contextmanager
     def _record(self, who: str, model: Any, points: tuple[str, ...], phase: str, step: int | None) -> Iterator[None]:
@@ -390,6 +394,7 @@ class Audit:
                 self._keep(one, before, floors)
         for (mode, point), floor in floors.items():
             self.floors.setdefault((mode, point), self._new_floor(mode, point)).merge(floor)
+        self._compare_left(one, before)
 
     def _keep(self, one: ReferencePass, before: Snapshots, floors: Mapping[tuple[str, str], Floor]) -> None:
         """Put a computed pass into the cache."""
@@ -455,7 +460,30 @@ class Audit:
 
                 if not self._guard(one.phase, one.step, f"isolated layer {layer}", call):
                     return False
+                self._left[layer] = _exported(state, layer)
         return True
+
+    def _compare_left(self, one: ReferencePass, before: Snapshots) -> None:
+        """What the isolated layers of production left of their state, beside the reference's; the snapshots are not kept."""
+        for layer, left in self._left.items():
+            want = self._snapshots[layer]
+            if isinstance(left, str):
+                self.stored[layer, one.phase, one.step] = {part: left for part in want}
+            else:
+                self.stored[layer, one.phase, one.step] = left_parts(left, want, before[layer]["length"], self.config, layer)
+        self._left = {}
+
+    def compared_states(self, point: str, phase: str, steps: tuple[int, int] | None) -> int:
+        """How often a part of the state (`layers.N.state.PART`) was compared; step 0 of decode has also what the prefill left."""
+        layer, (_, part) = layer_of(point), point.split(".state.")
+        assert layer is not None
+
+        def seen(phase: str, step: int | None) -> bool:
+            return isinstance(self.stored.get((layer, phase, step), {}).get(part), Stored)
+
+        if phase == "prefill" or steps is None:
+            return int(seen("prefill", None))
+        return sum(seen("decode", step) and (step > 0 or seen("prefill", None)) for step in range(steps[0], steps[1] + 1))
 
     def _twin(self, number: int, twin: Any, one: ReferencePass, before: Snapshots, floors: dict[tuple[str, str], Floor]) -> None:
         """One pass of one twin, free and isolated, taken into the floors."""
@@ -512,7 +540,9 @@ class Audit:
         return torch.ones(self.batch, steps[1] - steps[0] + 1, dtype=torch.bool)
 
     def fired(self, who: str, point: str, phase: str, steps: tuple[int, int] | None) -> int:
-        """How often a tap fired in a pass, or over the steps of a group."""
+        """How often a tap fired in a pass, or over the steps of a group; "state": how often a part of it was compared."""
+        if who == "state":
+            return self.compared_states(point, phase, steps)
         asked: list[int | None] = [None] if phase == "prefill" or steps is None else list(range(steps[0], steps[1] + 1))
         traces = [(self.passes.get((who, phase, step)), step) for step in asked]
         return sum(trace is not None and bool(trace.fired(point, phase, step)) for trace, step in traces)
@@ -625,6 +655,16 @@ class Audit:
                 cells.append((phase, point, layer_of(point), "free", "production"))
             for point in self.isolated_points:
                 cells.append((phase, point, layer_of(point), "isolated", "isolated"))
+        read_in = state_phase(self.plan.phases, self.plan.steps)
+        if read_in is not None:
+            cells += [(read_in, f"layers.{n}.state.{part}", n, "isolated", "state") for n in self.plan.layers for part in state_parts(self.config, n)]
         return cells
 
 
+def _exported(state: Any, layer: int) -> dict[str, Tensor] | str:
+    """A layer's state of production, or why there is none: the run goes on without."""
+    try:
+        return dict(state.export_layer(layer))
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return f"production's state cannot be exported: {type(error).__name__}: {lines[0][:200]}"

@@ -36,6 +36,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "model_case" in metafunc.fixturenames:
         cases = selection.model_cases(run.phases, run.steps)
         metafunc.parametrize("model_case", cases, ids=[case.id for case in cases])
+    if "state_case" in metafunc.fixturenames:
+        states = selection.state_cases(config, run.layers, run.phases, run.steps)
+        metafunc.parametrize("state_case", states, ids=[case.id for case in states])
     if "phase" in metafunc.fixturenames:
         metafunc.parametrize("phase", run.phases)
     if "layer" in metafunc.fixturenames:

@@ -24,7 +24,7 @@ from parity.audit import Audit
 from probes.core.records import Divergence, Verdict, to_wire
 from probes.core.repro import ALIGN, Repro, Step, View, bytes_of, compare, extent
 from probes.core.trace import PADS, grow_last
-from reference.points import layer_of, points_of_layer, spec_of
+from reference.points import layer_of, points_of_layer, spec_of, state_order
 
 LIMIT_BYTES = 512 << 20
 # Points that are read back from the cache, and the parts of a layer's cache that hold them.
@@ -62,6 +62,8 @@ def capture(audit: Audit, divergence: Divergence, verdict: Verdict, path: Path, 
     layer, point, phase = divergence.layer, divergence.point, divergence.phase
     if layer is None or phase is None or layer_of(point) != layer:
         raise NoReproError("the first divergence is no layer's point")
+    if state_order(point) is not None:
+        raise NoReproError(f"{point} is what the layer leaves in its state: no launch shows it")
     if not hasattr(audit.production, "device"):
         raise NoReproError("production has no device that could be watched")
     place = _place(audit, verdict, layer, phase, divergence.step)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from probes.core.cli import parse_layers
 from reference.config import ModelConfig
-from reference.points import points_of_layer, spec_of
+from reference.points import points_of_layer, spec_of, state_parts
 
-__all__ = ["Case", "layer_cases", "model_cases", "parse_layers", "parse_phases", "step_groups"]
+__all__ = ["Case", "StateCase", "layer_cases", "model_cases", "parse_layers", "parse_phases", "state_cases", "state_phase", "step_groups"]
 
 PHASES = ("prefill", "decode")
 MODES = ("isolated", "free")
@@ -69,6 +69,38 @@ def model_cases(phases: Sequence[str], steps: int) -> list[Case]:
     """The model's own points; they exist in the free-running chain only."""
     names = ("embed", "hc_head", "norm", "logits")
     return [Case(phase, spec_of(name).name, "free", None, g) for phase in phases for name in names for g in _groups(phase, steps)]
+
+
+@dataclass(frozen=True)
+class StateCase:
+    """One part of a layer's state, as the passes of one step group left it; steps None: as the prefill left it.
+
+    phase   the phase that reads it: what a prefill leaves matters to decode
+    """
+
+    phase: str
+    layer: int
+    part: str
+    steps: tuple[int, int] | None = None
+
+    @property
+    def id(self) -> str:
+        left = f"-steps{self.steps[0]}to{self.steps[1]}" if self.steps is not None else "-prefilled" if self.phase == "decode" else ""
+        return f"{self.phase}-L{self.layer}-{self.part}{left}"
+
+
+def state_phase(phases: Sequence[str], steps: int) -> str | None:
+    """The phase under which stored state is judged: decode where steps read it, else prefill, else none."""
+    return "decode" if "decode" in phases and steps > 0 else "prefill" if "prefill" in phases else None
+
+
+def state_cases(config: ModelConfig, layers: Sequence[int], phases: Sequence[str], steps: int) -> list[StateCase]:
+    """Every part of every layer's state, after the prefill and after every group of steps."""
+    phase = state_phase(phases, steps)
+    if phase is None:
+        return []
+    groups = (None, *step_groups(steps)) if phase == "decode" else (None,)
+    return [StateCase(phase, layer, part, group) for layer in layers for part in state_parts(config, layer) for group in groups]
 
 
 def _groups(phase: str, steps: int) -> tuple[tuple[int, int] | None, ...]:

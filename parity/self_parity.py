@@ -19,19 +19,19 @@ from parity import gates
 from parity.audit import Audit
 from parity.evaluate import judge_values
 from parity.gates import GATES
+from parity.stored import component_of_part, judge_part, row_of_table
 from probes.core.compare import differing, selection_margin
 from probes.core.queries import Difference, Rows, Stored, observer_costs
 from probes.core.records import Measurement, State, Verdict
 from probes.core.selfparity import SAID, WAYS, SelfParity, Way, table_of, text_of
 from probes.core.trace import grow_last
-from reference.points import INDICES, LAYER_POINTS, SCORES, VALUES, PointSpec, spec_of
+from reference.points import INDICES, LAYER_POINTS, SCORES, spec_of
 
 MAX_CONTEXT = 1024  # of the states: batches of rows need memory for it
 # What is judged of a layer in the free-running chain; isolated: every point.
 FREE_POINTS = ("attn.kv", "attn.compressor", "attn.indexer.compressor", "attn.out", "hc_ffn.X")
 MODEL_POINTS = ("hc_head", "norm", "logits")
 EQUAL = "the same kernels on the same numbers give the same bits"
-PART_POINTS = {"kv": "attn.kv", "compressor.entries": "attn.compressor", "indexer.compressor.entries": "attn.indexer.compressor"}
 
 
 # ---- what is asked ----
@@ -120,7 +120,7 @@ def _judged(audit: Audit, base: Verdict, floors: bool, judge: Callable[[], Verdi
 def component_of(difference: Difference) -> str:
     """The part of the stack that made the first different value."""
     if ".state." in difference.what:
-        return "SWA ring" if difference.what.endswith(".kv") and "compressor" not in difference.what else "compressor"
+        return component_of_part(difference.what.split(".state.", 1)[1])
     spec = spec_of(difference.what)
     # A window key that cannot be read back is NaN: its slot holds another token.
     unread = spec.name == "attn.kv" and any(value is not None and math.isnan(value) for value in (difference.got, difference.want))
@@ -273,18 +273,9 @@ def judge_stored(audit: Audit, runs: SelfParity, layer: int, mode: str) -> Verdi
 def verdict_of_stored(audit: Audit, base: Verdict, parts: Sequence[Stored], layer: int, mode: str) -> Verdict:
     old, found = sum(part.old for part in parts), []
     for part in parts:
-        name = f"layers.{layer}.state.{part.part}"
-        component = component_of(Difference(name, layer, 0))
-        one = replace(base, point=name, component=component)
-        if part.changed:
-            found.append(replace(one, state=State.FAIL, value=math.inf, limit=0.0, spent=math.inf, rows=part.old, where=list(part.first_old or ()), reason=f"{part.changed} of {part.old} rows that no step wrote have changed, first [row, index] {list(part.first_old or ())}"))
-        elif part.got.shape[1]:
-            open_rows = part.part not in PART_POINTS
-            point = f"layers.{layer}.{PART_POINTS.get(part.part, 'attn.norm')}"
-            spec = PointSpec(name, "", VALUES, 1, component, "")
-            gate = GATES["state.open"] if open_rows else GATES[spec_of(point).name]
-            verdict = judge_values(one, spec, gate, mode, part.got, part.want, torch.ones(part.got.shape[:2], dtype=torch.bool), audit.floor(mode, point))
-            found.append(replace(verdict, reason=f"{name}: {verdict.reason}" if verdict.reason else "", where=verdict.where[1:]))
+        one = replace(base, point=f"layers.{layer}.state.{part.part}")
+        floor = audit.floor(mode, f"layers.{layer}.{row_of_table(part.part)[1]}")
+        found += judge_part(one, part, mode, floor)[:1]  # where old rows have changed, the written ones say no more
     if not found:
         return replace(base, reason="no step stored anything")
     nowhere = Rows({}, torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))

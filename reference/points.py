@@ -14,10 +14,12 @@ import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from reference.config import InputError, ModelConfig
+
+if TYPE_CHECKING:  # reports read the order of the points on machines without torch
+    from torch import Tensor
 
 # How a value is compared.
 VALUES = "values"  # real numbers; the last `row_dims` axes make one row
@@ -112,6 +114,23 @@ STATE_LEGEND = {
     "indexer.compressor.kv": "[b, 8, 2 * index_head_dim]",
     "indexer.compressor.gate": "[b, 8, 2 * index_head_dim]",
 }
+# The point that each part of the state follows in the dataflow; parts behind one point in this order. What a call leaves of a
+# part is called `layers.N.state.PART` and comes after that point of the same call. What a prefill leaves is read by later
+# calls only: it comes before everything of decode step 0.
+STATE_POINTS = {
+    "length": "attn.kv",
+    "kv": "attn.kv",
+    "compressor.entries": "attn.compressor",
+    "compressor.kv": "attn.compressor",
+    "compressor.gate": "attn.compressor",
+    "indexer.compressor.entries": "attn.indexer.compressor",
+    "indexer.compressor.kv": "attn.indexer.compressor",
+    "indexer.compressor.gate": "attn.indexer.compressor",
+}
+# Every row a layer has in tables: its points, the parts of its state each behind the point it follows.
+LAYER_ROWS: tuple[str, ...] = tuple(
+    name for spec in LAYER_POINTS for name in (spec.name, *(f"state.{part}" for part, after in STATE_POINTS.items() if after == spec.name))
+)
 
 
 def spec_of(point: str) -> PointSpec:
@@ -139,6 +158,26 @@ def points_of_layer(config: ModelConfig, layer: int) -> tuple[str, ...]:
     return tuple(f"layers.{layer}.{spec.name}" for spec in LAYER_POINTS if kind in spec.layer_kinds)
 
 
+def state_parts(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """The parts of a layer's state, in the order of STATE_POINTS."""
+    points = points_of_layer(config, layer)
+    return tuple(part for part, after in STATE_POINTS.items() if f"layers.{layer}.{after}" in points)
+
+
+def places_of_layer(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """A layer's points and the parts of its state (`layers.N.state.PART`), each behind the point that writes it."""
+    points, parts = points_of_layer(config, layer), state_parts(config, layer)
+    return tuple(
+        place for point in points for place in (point, *(f"layers.{layer}.state.{p}" for p in parts if f"layers.{layer}.{STATE_POINTS[p]}" == point))
+    )
+
+
+def state_order(point: str) -> str | None:
+    """The point that `layers.N.state.PART` follows in the dataflow (`layers.N.attn.kv`); None: no part of a state."""
+    head, _, part = point.partition(".state.")
+    return f"{head}.{STATE_POINTS[part]}" if part in STATE_POINTS else None
+
+
 def points_of_model(config: ModelConfig, layers: tuple[int, ...] | None = None) -> tuple[str, ...]:
     """Every point of the given layers (None: all) and of the model itself, in dataflow order."""
     names = ["embed"]
@@ -147,7 +186,15 @@ def points_of_model(config: ModelConfig, layers: tuple[int, ...] | None = None) 
     return (*names, "hc_head", "norm", "logits")
 
 
-Observer = Callable[[str, Tensor], None]
+def places_of_model(config: ModelConfig, layers: tuple[int, ...] | None = None) -> tuple[str, ...]:
+    """`points_of_model` with the parts of every layer's state, each behind the point that writes it."""
+    names = ["embed"]
+    for layer in range(config.num_hidden_layers) if layers is None else layers:
+        names += places_of_layer(config, layer)
+    return (*names, "hc_head", "norm", "logits")
+
+
+Observer = Callable[[str, "Tensor"], None]
 
 
 class Taps:

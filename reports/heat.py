@@ -1,4 +1,4 @@
-"""The layer x point heat map: which verdict a cell shows, and in what order the points stand. Selection, no arithmetic.
+"""The layer x point heat map: which verdict a cell shows. Rows stand in dataflow order. Selection, no arithmetic.
 
 A cell shows the worst of the isolated and the free-running verdict. A failure hides everything, then a tap that did not fire,
 then a gate that was not run, then a cell nobody judged: a pass is shown only where nothing else is.
@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from probes.core.records import Coverage, State, Verdict
+from reference.points import LAYER_ROWS
 from reports import words
 
 PHASES = ("prefill", "decode")
@@ -127,7 +128,9 @@ def heat_map(verdicts: list[Verdict], coverage: list[Coverage], layers: list[int
             entry(verdict.phase, verdict.layer, verdict.point, ("verdict", verdict.mode)).verdicts.append((index, verdict))
 
     every_layer = sorted({layer for _, layer, _ in found if layer is not None} | set(layers))
-    layer_names = merge_orders(list(dict.fromkeys(names)) for key, names in orders.items() if key[2] is False)
+    seen = {name for _, layer, name in found if layer is not None}
+    known = [name for name in LAYER_ROWS if name in seen]
+    layer_names = merge_orders([known, *(list(dict.fromkeys(names)) for key, names in orders.items() if key[2] is False)])
     model_names = merge_orders(list(dict.fromkeys(names)) for key, names in orders.items() if key[2] is True)
     blocks = []
     for start in range(0, len(every_layer), BLOCK):

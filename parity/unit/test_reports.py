@@ -242,6 +242,14 @@ def test_heat_map_keeps_dataflow_order_across_layer_kinds():
     assert [row.name for row in model] == ["embed", "hc_head", "norm", "logits"]
 
 
+def test_heat_map_puts_state_behind_the_point_that_writes_it_whatever_came_first():
+    rng = random.Random(0)
+    points = ["layers.2.state.compressor.kv", "layers.2.hc_ffn.X", "layers.2.state.kv", "layers.2.attn.compressor", "layers.2.attn.kv", "layers.2.attn.norm"]
+    for order in (points, points[::-1]):
+        blocks, _ = heat.heat_map([verdict(rng, point, "isolated", "decode", 2) for point in order], [], [2])
+        assert [row.name for row in blocks[0].rows] == ["attn.norm", "attn.kv", "state.kv", "attn.compressor", "state.compressor.kv", "hc_ffn.X"]
+
+
 @given(st.floats(min_value=0))
 @example(math.nan)
 @example(0.99999999)

@@ -247,6 +247,7 @@ class Stored:
     old        rows that no step wrote: how many, and how many of them are not what they were before
     got, want  [1, N, width] rows that the steps wrote
     first_old  batch row and index of the first old row that changed
+    at         [N, 2] batch row and index of the written rows
     """
 
     part: str
@@ -255,6 +256,7 @@ class Stored:
     got: Tensor
     want: Tensor
     first_old: tuple[int, int] | None = None
+    at: Tensor | None = None
 
 
 def stored_parts(got: Snapshot, want: Snapshot, start: Tensor, config: ModelConfig, layer: int) -> list[Stored]:
@@ -280,7 +282,29 @@ def stored_parts(got: Snapshot, want: Snapshot, start: Tensor, config: ModelConf
         changed = old & ~_same(g, w).all(-1)
         first = tuple(int(i) for i in changed.nonzero()[0]) if bool(changed.any()) else None
         take = present & new
-        out.append(Stored(part, int(old.sum()), int(changed.sum()), g[take][None], w[take][None], None if first is None else (first[0], first[1])))
+        out.append(Stored(part, int(old.sum()), int(changed.sum()), g[take][None], w[take][None], None if first is None else (first[0], first[1]), take.nonzero()))
+    return out
+
+
+def left_parts(got: Snapshot, want: Snapshot, start: Tensor, config: ModelConfig, layer: int) -> dict[str, Stored | str]:
+    """Every part of a layer's state after a call beside the reference's; start [b] is its length before.
+
+    The length itself is one written row of one number. A part that cannot be compared is the reason why.
+    """
+    out: dict[str, Stored | str] = {}
+    for part, due in want.items():
+        have = got.get(part)
+        free = 1 if part.endswith("entries") else None  # how many entries are shown may differ
+        if have is None:
+            out[part] = "production's state does not export it"
+        elif have.dim() != due.dim() or any(h != d for axis, (h, d) in enumerate(zip(have.shape, due.shape, strict=True)) if axis != free):
+            out[part] = f"production exports shape {list(have.shape)}, the reference {list(due.shape)}"
+    fit = {part: value for part, value in want.items() if part not in out}
+    for stored in stored_parts(got, {"length": want["length"], **fit}, start, config, layer):
+        out[stored.part] = stored
+    if "length" in fit:
+        at = torch.stack((torch.arange(len(start)), torch.zeros(len(start), dtype=torch.int64)), 1)
+        out["length"] = Stored("length", 0, 0, got["length"].double()[None, :, None], want["length"].double()[None, :, None], None, at)
     return out
 
 
