@@ -9,7 +9,6 @@ noise floor, the worst row of reference twins with reordered sums on the same te
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from probes.core.cli import Answer, Ask, Table, answer, ask_of, count, number, positive, probe_parser
-from probes.core.compare import differing, row_errors
+from probes.core.compare import compare_scores, compare_values, differing
 from probes.core.queries import Log, Rows, observer_costs
 from probes.core.selfparity import SPLITS, STEPS, TEXT, WAYS, SelfParity, Way, table_of, text_of
 from probes.pair import load_production, load_reference
@@ -81,8 +80,8 @@ def _worst(got: Rows, want: Rows, point: str, whole_token: bool) -> float | None
         return None
     spec, g, w = spec_of(point), got.values[point], want.values[point]
     dims = w.dim() - 2 if whole_token and spec.kind != SCORES else spec.row_dims
-    errors = row_errors(g, w, dims, sparse=spec.sparse, scores=spec.kind == SCORES)
-    return float(errors.error[errors.compared].nan_to_num(math.inf, math.inf).max()) if bool(errors.compared.any()) else None
+    compared = compare_scores(g, w) if spec.kind == SCORES else compare_values(g, w, dims, sparse=spec.sparse)
+    return compared.error if compared.rows else None
 
 
 def _different_sets(got: Rows, want: Rows, point: str, window: int) -> int:
@@ -157,8 +156,8 @@ def _near_table(lines: Sequence[dict[str, Any]]) -> Table:
 def _stored(runs: SelfParity, layer: int) -> list[dict[str, Any]]:
     lines = []
     for part in runs.stored(layer, alone=True):
-        errors = row_errors(part.got, part.want, 1) if part.got.shape[1] else None
-        worst = None if errors is None else float(errors.error[errors.compared].nan_to_num(math.inf, math.inf).max())
+        compared = compare_values(part.got, part.want, 1)
+        worst = compared.error if compared.rows else None
         lines.append({"layer": layer, "part": part.part, "untouched": part.old, "changed": part.changed, "written": part.got.shape[1], "worst_row": worst})
     return lines
 

@@ -15,7 +15,6 @@ from probes.core.compare import (
     compare_values,
     compare_visible,
     differing,
-    row_errors,
     selection_margin,
 )
 
@@ -85,19 +84,6 @@ def test_blocks_give_the_same_numbers(monkeypatch):
     whole = compare_values(got, want, 1)
     monkeypatch.setattr("probes.core.compare.BLOCK_ELEMENTS", 11)
     assert compare_values(got, want, 1) == whole
-
-
-def test_row_errors_are_those_of_the_comparison():
-    generator = torch.Generator().manual_seed(2)
-    want = torch.randn(2, 6, 4, generator=generator)
-    got = want * 1.01
-    valid = torch.ones(2, 6, dtype=torch.bool)
-    valid[1, 3] = False
-    r, c = row_errors(got, want, 1, valid), compare_values(got, want, 1, valid)
-    assert r.error.nan_to_num(-1).max() == c.error
-    assert r.error[1, 3].isnan()
-    assert int(r.compared.sum()) == c.rows == 11
-    assert r.norm_ratio[c.norm_ratio_where] == c.norm_ratio
 
 
 @given(scale=st.floats(1e-30, 1e30), factor=st.floats(0.5, 2))

@@ -76,20 +76,6 @@ class Comparison:
         return abs(math.log(self.norm_ratio)) if not math.isnan(self.norm_ratio) else NAN
 
 
-@dataclass(frozen=True)
-class RowErrors:
-    """Per-row numbers behind a Comparison, over rows = every axis but the last row_dims.
-
-    error       fp64; NaN where the row was not compared (pad, empty, or no row of a sparse point on either side)
-    norm_ratio  fp64; NaN likewise
-    compared    bool
-    """
-
-    error: Tensor
-    norm_ratio: Tensor
-    compared: Tensor
-
-
 @dataclass
 class _Rows:
     """Accumulated over blocks of rows; all [rows] fp64 or bool."""
@@ -268,31 +254,6 @@ def compare_scores(got: Tensor, want: Tensor, valid: Tensor | None = None) -> Co
     """Compare [b, s, e] scores: widths may differ, what one side does not have counts as -inf."""
     width = max(got.shape[-1], want.shape[-1])
     return compare_values(grow_last(got, width, -INF), grow_last(want, width, -INF), 1, valid)
-
-
-def row_errors(
-    got: Tensor, want: Tensor, row_dims: int, valid: Tensor | None = None, sparse: bool = False, scores: bool = False
-) -> RowErrors:
-    """Error and norm ratio of every row, for tables over steps or queries. Shapes must agree (scores: but the last)."""
-    if scores:
-        width = max(got.shape[-1], want.shape[-1])
-        got, want = grow_last(got, width, -INF), grow_last(want, width, -INF)
-    if got.shape != want.shape:
-        raise ValueError(f"shape {list(got.shape)} against {list(want.shape)}")
-    flat_got, axes = _rows_of(got.detach().cpu(), row_dims)
-    flat_want, _ = _rows_of(want.detach().cpu(), row_dims)
-    shown = torch.full((flat_want.shape[0],), NAN, dtype=torch.float64)
-    ratios, compared = shown.clone(), torch.zeros(flat_want.shape[0], dtype=torch.bool)
-    chosen = _chosen(axes, valid)
-    if chosen is None:
-        chosen = torch.arange(flat_want.shape[0])
-    if len(chosen) and flat_want.shape[1]:
-        m, _, _ = _measure(flat_got[chosen], flat_want[chosen], sparse)
-        error, ratio, _ = _ratios(m)
-        shown[chosen] = error.masked_fill(m["empty"], NAN)
-        ratios[chosen] = ratio.masked_fill(m["empty"], NAN)
-        compared[chosen] = ~m["empty"]
-    return RowErrors(shown.reshape(axes), ratios.reshape(axes), compared.reshape(axes))
 
 
 def compare_point(point: str, got: Tensor, want: Tensor, valid: Tensor | None = None) -> Comparison | SetComparison:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probes.core.compare import row_errors
+from probes.core.compare import compare_scores, compare_values
 from probes.core.trace import copy_of, grow_last, join
 from reference.config import ModelConfig
 from reference.points import INDICES, SCORES, spec_of
@@ -153,8 +153,8 @@ def differences(got: Rows, want: Rows, points: Sequence[str], config: ModelConfi
         element = tuple(int(i) for i in (~same[0, at]).nonzero()[0])
         worst = math.inf
         if spec.kind != INDICES:
-            errors = row_errors(g, w, spec.row_dims, sparse=spec.sparse, scores=spec.kind == SCORES)
-            worst = float(errors.error[errors.compared].nan_to_num(math.inf, math.inf).max()) if bool(errors.compared.any()) else math.inf
+            compared = compare_scores(g, w) if spec.kind == SCORES else compare_values(g, w, spec.row_dims, sparse=spec.sparse)
+            worst = compared.error if compared.rows else math.inf
         window = spec.name == "attn.visible" and not bool(same[0, at, : config.sliding_window].all())
         found.append(
             Difference(
