@@ -1,5 +1,6 @@
 # One-word commands. audit and test make .venv first when it is missing.
 #   make audit ARGS="--phase decode --layers 0-3"     options of pytest parity/
+#   make faults ARGS="--component rope --jobs 1"      options of python -m parity.sweep
 #   make env PYTHON=python3.12                        another interpreter
 #   make env PIP_ARGS="--extra-index-url URL"         options of pip, e.g. an index that has torch's CPU build
 
@@ -8,11 +9,12 @@ PIP_ARGS ?=
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help audit test check env clean
+.PHONY: help audit test faults check env clean
 
 help:
 	@echo "make audit   audit the bundled checkpoint on the CPU; ends with its verdict and the report's path"
 	@echo "make test    the project's own tests"
+	@echo "make faults  plant every listed fault, one audit each, and score what the audit says of it (half an hour on two cores)"
 	@echo "make check   ruff, mypy, import contracts, and every kernel compiled for sm_90a and sm_100a"
 	@echo "make env     .venv from constraints.txt (audit, test and check do it when it is missing)"
 	@echo "make clean   remove caches of the tools; .venv and reports stay"
@@ -22,6 +24,9 @@ audit: .venv/ready
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest parity/unit -n 2 $(ARGS)
+
+faults: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m parity.sweep $(ARGS)
 
 check: .venv/ready
 	$(BIN)/ruff check .
