@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import torch
 
-from parity import planted, selection
+from parity import planted, score, selection
 from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
 from parity.cache import ReferenceCache, cache_folder, checkpoint_facts, code_hash, machine_facts
 from parity.gates import with_numbers
@@ -419,7 +419,7 @@ def header(run: Run) -> Header:
         },
         device=run.device, policy=sorted(run.audit.production.policy), phases=list(run.phases), layers=list(run.layers), layers_run=list(run.audit.layers_run),
         prompts=[p.label for p in run.prompts], tokens=[len(p.ids) for p in run.prompts], steps=run.steps, max_context=run.max_context,
-        inject=run.fault.id if run.fault else None, notes=notes,
+        inject=run.fault.id if run.fault else None, notes=notes, fault_score=score.standing(),
     )  # fmt: skip
 
 

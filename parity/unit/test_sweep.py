@@ -20,7 +20,8 @@ from parity import score, sweep
 from parity.planted import FAULTS, Fault, read_faults
 from parity.score import NO_SWEEP, Clean, Outcome, Score
 from parity.unit.synthetic_run import HOSTILE, header
-from probes.core.records import Divergence, Record, State, Verdict, summarise, to_line
+from probes.core.records import Divergence, Record, State, Verdict, from_line, summarise, to_line
+from reports.render import report_html
 from reports.sweep import main as draw
 from reports.sweep import sweep_html
 
@@ -415,3 +416,15 @@ def test_a_file_that_is_no_sweep_is_one_line_and_exit_2(content, tmp_path, capsy
     assert draw([str(tmp_path / "sweep.json")]) == 2
     assert draw([str(tmp_path / "nothing.json")]) == 2
     assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_a_report_shows_the_score_of_the_last_sweep_and_older_runs_are_read():
+    said = "108 of 108 detected, component 97.2 % (sweep of 2025-01-31, same code)"
+    records = run_of(PASSED, first=None, inject=None)
+    older = json.loads(to_line(records[0]))
+    assert older.pop("fault_score") == ""
+    assert from_line(json.dumps(older)) == records[0]
+    assert "fault score" not in report_html(records)
+    html = report_html([header(fault_score=said), *records[1:]])
+    assert f"<dt>fault score</dt><dd>{said}</dd>" in html
+    assert html.index(said) < html.index('id="map"'), "on the first screen"

@@ -43,6 +43,7 @@ class Header:
     prompts         one label per batch row, e.g. medium.txt:0:250; tokens  [count per row]
     policy          rounding points production declares
     command         what was typed; seed  of every random choice
+    fault_score     what the last sweep over planted faults said on this machine, in words
     """
 
     type: ClassVar[str] = "header"
@@ -66,6 +67,7 @@ class Header:
     seed: int = 0
     inject: str | None = None
     notes: list[str] = field(default_factory=list)
+    fault_score: str = ""
     schema: int = SCHEMA
 
 
