@@ -45,8 +45,8 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, p
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config) -> None:
-    parity_session.collected(config)  # not called where a named test does not exist
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    parity_session.collected(config, items)  # not called where a named test does not exist
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -101,6 +101,10 @@ class Floor:
             self.norm = max(self.norm, float(norm[use].max()))
             self.rows += int(use.sum())
             self.errors.setdefault(twin, {})[key] = error[use]
+
+    def copy(self) -> Floor:
+        """As it is now: what is merged later does not show in it."""
+        return replace(self, errors={twin: dict(by_pass) for twin, by_pass in self.errors.items()})
 
     def merge(self, other: Floor) -> None:
         """Take in the floor of further passes."""
@@ -197,6 +201,9 @@ class Audit:
     twin_values: dict[tuple[int, str, str, int | None], Tensor] = field(default_factory=dict)  # (twin, point, phase, step), KEPT
     stored: dict[tuple[int, str, int | None], dict[str, Stored | str]] = field(default_factory=dict)  # (layer, phase, step): state that isolated passes left, or why not
     memo: dict[Any, Any] = field(default_factory=dict)  # what several gates of one run share
+    red: Callable[[Audit, str, int | None, bool], bool] | None = None  # the fault profile: is a gate of this pass red? (audit, phase, step, alone)
+    stopped: str = ""  # the fault profile: why later passes were not run
+    faulty: bool = False  # a fault is planted: what this production chooses is not what one usually chooses
     broken: Exception | None = None
     _greedy: Greedy | None = None
 
@@ -245,11 +252,11 @@ class Audit:
 
     def ensure(self, phase: str) -> None:
         """Run what a test of this phase needs, once."""
-        if phase in self.done or (self.crash is not None):
+        if phase in self.done or self.crash is not None or self.stopped:
             return
         if "prefill" not in self.done:
             self._run("prefill", self._prefill)
-        if phase == "decode" and self.crash is None:
+        if phase == "decode" and self.crash is None and not self.stopped:
             self._run("decode", self._decode)
 
     def _run(self, phase: str, run: Callable[[], None]) -> None:
@@ -291,6 +298,8 @@ class Audit:
         began = time.perf_counter()
         empty = self.reference.new_state(self.batch, plan.max_context)
         self._snapshots = {n: empty.export_layer(n) for n in plan.layers}
+        if self._strayed("prefill", None, self.tokens, lengths) or self.crash is not None:
+            return
         one = self._open("prefill", None, self.tokens, lengths, self._choices("prefill", None))
         found = self._reference_pass(one)
         self.say(f"prefill: reference {time.perf_counter() - began:.1f} s" + (" from the cache" if found else ""))
@@ -301,6 +310,8 @@ class Audit:
         began = time.perf_counter()
         self._noise(one, found)
         self.say(f"prefill: noise floor from {len(self.twins)} twins {time.perf_counter() - began:.1f} s" + (" from the cache" if found else ""))
+        if self.red is not None and self.red(self, "prefill", None, False):
+            self.stopped = "the fault profile stops where a gate is red: prefill"
 
     def _decode(self) -> None:
         began = time.perf_counter()
@@ -311,6 +322,8 @@ class Audit:
             with self._record("production", self.production, self.production_points, "decode", step):
                 if not self._guard("decode", step, "free", partial(self.production.decode, token, self.states["production"])):
                     return
+            if self._strayed("decode", step, token[:, None], None) or self.crash is not None:
+                return
             one = self._open("decode", step, token[:, None], None, self._choices("decode", step))
             found = self._reference_pass(one)
             cached += found is not None
@@ -328,15 +341,56 @@ class Audit:
         """The next pass. Its key holds everything since the start."""
         key = ""
         if self.cache is not None:
-            key = digest_of(self.history[-1].key if self.history else self._start_key(), phase, tokens, {} if lengths is None else {"lengths": lengths}, choices)
+            key = self._key_of(phase, tokens, lengths, choices)
+            usual = self._key_of(phase, tokens, lengths, {}, "usual")
+            if not self.faulty and not self.cache.holds(usual):
+                self.cache.save(usual, Entry(dict(choices), {}))
         self.history.append(ReferencePass(phase, step, tokens, lengths, choices, key))
         return self.history[-1]
+
+    def _key_of(self, phase: str, tokens: Tensor, lengths: Tensor | None, choices: dict[str, Tensor], *more: str) -> str:
+        return digest_of(self.history[-1].key if self.history else self._start_key(), phase, tokens, {} if lengths is None else {"lengths": lengths}, choices, *more)
+
+    def _strayed(self, phase: str, step: int | None, tokens: Tensor, lengths: Tensor | None) -> bool:
+        """The fault profile: production chose otherwise than a production without fault, and a layer alone is red. Then the run ends here.
+
+        The layers of this pass are judged on the reference with the usual choices, which the cache holds; its free-running side is
+        judged up to the first other choice, as what follows would need the reference on production's choices. Nothing red alone:
+        False, and the pass is run as ever.
+        """
+        if self.red is None or self.cache is None or self.cache.holds(self._key_of(phase, tokens, lengths, self._choices(phase, step))):
+            return False
+        usual = self.cache.load(self._key_of(phase, tokens, lengths, {}, "usual")) if self.cache.holds(self._key_of(phase, tokens, lengths, {}, "usual")) else None
+        if usual is None or not self.cache.holds(self._key_of(phase, tokens, lengths, usual.tensors)):
+            return False
+        before, floors, clamped = self._snapshots, {key: floor.copy() for key, floor in self.floors.items()}, self.clamped
+        self.history.append(ReferencePass(phase, step, tokens, lengths, usual.tensors, self._key_of(phase, tokens, lengths, usual.tensors)))
+        found = self._reference_pass(self.history[-1])
+        if not self._isolated(self.history[-1]):
+            return False  # it crashed
+        self._noise(self.history[-1], found)
+        if self.red(self, phase, step, True):
+            self._forget_after_stray(phase, step, usual.tensors)
+            self.stopped = f"the fault profile stops where a layer alone is red and other experts or entries are chosen: {phase}" + (f" step {step}" if step is not None else "")
+            return True
+        self.history.pop()
+        self._snapshots, self.floors, self.clamped = before, floors, clamped
+        return False
 
     def _start_key(self) -> str:
         assert self.cache is not None
         points = {"reference": self.reference_points, "free": self.free_points, "isolated": self.isolated_points}
         run = {"policy": sorted(self.reference.policy), "layers": self.layers_run, "twins": len(self.twins), "max_context": self.plan.max_context, "points": points}
         return self.cache.start(run)
+
+    def _forget_after_stray(self, phase: str, step: int | None, usual: Mapping[str, Tensor]) -> None:
+        """Drop what production showed in a pass behind its first other choice."""
+        order = points_of_model(self.config, self.layers_run)
+        own = self._choices(phase, step)
+        stray = min((order.index(point) for point, choice in own.items() if point not in usual or not torch.equal(choice, usual[point])), default=-1)
+        shown = self.passes["production", phase, step].passes[phase, step].chunks
+        for point in order[stray + 1 :]:
+            shown.pop(point, None)
 
     def _reference_pass(self, one: ReferencePass) -> Entry | None:
         """Record the reference's values. Returns the cache's entry if they came from there."""
@@ -529,6 +583,13 @@ class Audit:
 
     # ---- what the tests read ----
 
+    def reached(self, who: str, point: str, steps: tuple[int, int]) -> tuple[int, int]:
+        """Those of the decode steps at which a run that stopped early has shown a point; all of them where it did not stop."""
+        if not self.stopped:
+            return steps
+        last = max((step for step in range(steps[0], steps[1] + 1) if self.fired(who, point, "decode", (step, step))), default=steps[0])
+        return steps[0], last
+
     def valid(self, phase: str) -> Tensor:
         """[b, s] rows of a pass that are no padding; every row decodes at every step."""
         return self.prefill_valid if phase == "prefill" else torch.ones(self.batch, 1, dtype=torch.bool)
@@ -668,3 +729,5 @@ def _exported(state: Any, layer: int) -> dict[str, Tensor] | str:
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return f"production's state cannot be exported: {type(error).__name__}: {lines[0][:200]}"
+
+

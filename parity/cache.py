@@ -124,6 +124,10 @@ class ReferenceCache:
     def _path(self, key: str) -> Path:
         return self.directory / f"{key[:40]}.safetensors"
 
+    def holds(self, key: str) -> bool:
+        """A file of this key is there; whether it is whole, load tells."""
+        return self._path(key).is_file()
+
     def load(self, key: str) -> Entry | None:
         """The entry of a key; None when there is none, or none that is whole."""
         path = self._path(key)

@@ -15,10 +15,10 @@ from parity.audit import Audit, Floor
 from parity.evaluate import judge_values
 from parity.gates import OPERATIONS
 from parity.selection import Case
-from parity.session import RUN, NotLoadedError, again_options, run_of
+from parity.session import RUN, NotLoadedError, again_options, not_due, run_of
 from probes.core.inputs import Hostile
 from probes.core.records import State, Verdict
-from reference.points import VALUES, PointSpec
+from reference.points import VALUES, PointSpec, spec_of
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -45,6 +45,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("layer", run.layers, ids=[f"L{layer}" for layer in run.layers])
 
 
+@pytest.fixture(scope="session", autouse=True)
+def asked_device(pytestconfig: pytest.Config) -> None:
+    """Without the asked device every test is skipped for one reason, which pytest tells in one line."""
+    run = pytestconfig.stash.get(RUN, None)
+    if run is not None and run.device_reason is not None:
+        pytest.skip(run.device_reason)
+
+
 @pytest.fixture(scope="session")
 def audit(pytestconfig: pytest.Config) -> Audit:
     """Both models, and everything recorded of them."""
@@ -63,6 +71,8 @@ def record(request: pytest.FixtureRequest) -> Callable[[Verdict], None]:
         run.record(verdict)
         if verdict.state is State.FAIL:
             pytest.fail(describe(verdict, again_options(request.config)), pytrace=False)
+        if verdict.state is State.NOT_RUN and run.audit is not None and run.audit.stopped:
+            pytest.skip(verdict.reason)
         if verdict.state is State.NOT_RUN:
             pytest.fail(f"not run: {verdict.point}: {verdict.reason}", pytrace=False)
 
@@ -81,15 +91,22 @@ def describe(v: Verdict, options: str = "") -> str:
     return "\n".join(filter(None, lines))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    why = not_due(item)
+    if why:
+        pytest.skip(why)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A test that ended without a verdict still counts: an exception is a failure, a skip is not run."""
     report = yield
     run = item.config.stash.get(RUN, None)
+    if run is not None and run.device_reason is not None and report.skipped:
+        report.longrepr = (str(item.config.rootpath / "parity"), None, run.device_reason)  # type: ignore[assignment]  # one place, so one line
     if run is None or item.nodeid in run.judged:
         return report
-    operation = getattr(item, "originalname", item.name)
-    base = Verdict(f"operation.{operation.removeprefix('test_')}", item.name, "operation", State.PASS, "assertions of the test", component=_component_of(operation), test_id=item.nodeid)
+    base = _base(item)
     if report.passed and report.when == "call":
         run.record(replace(base, rows=1))
     elif not report.passed:
@@ -100,6 +117,24 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         else:
             run.record(replace(base, state=State.FAIL, reason=f"{call.excinfo.typename}: {reason}" if call.excinfo else reason))
     return report
+
+
+def _base(item: pytest.Item) -> Verdict:
+    """What a test without a verdict of its own is recorded as: the point, layer and phase it was asked for, else an operation."""
+    operation = getattr(item, "originalname", item.name)
+    asked = item.callspec.params if hasattr(item, "callspec") else {}
+    case = next((case for case in asked.values() if isinstance(case, Case)), None)
+    if case is not None:
+        first, last = case.steps or (None, None)
+        spec = spec_of(case.point)
+        return Verdict(
+            spec.name, case.point, case.mode, State.PASS, "assertions of the test", layer=case.layer, phase=case.phase, step_first=first, step_last=last,
+            component=spec.component, test_id=item.nodeid,
+        )  # fmt: skip
+    return Verdict(
+        f"operation.{operation.removeprefix('test_')}", item.name, "operation", State.PASS, "assertions of the test", layer=asked.get("layer"), phase=asked.get("phase"),
+        component=_component_of(operation), test_id=item.nodeid,
+    )  # fmt: skip
 
 
 def _component_of(operation: str) -> str:

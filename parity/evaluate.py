@@ -16,19 +16,30 @@ from torch import Tensor
 from parity import gates
 from parity.audit import Audit, Floor
 from parity.gates import GATES, Gate
-from parity.selection import Case
+from parity.selection import Case, layer_cases
 from probes.core.records import State, Verdict
 from probes.core.rows import absent_rows, least_size, row_errors, rows_of
 from probes.core.trace import PassKey, grow_last
+from probes.core.wording import plural
 from reference.points import INDICES, SCORES, PointSpec, spec_of
 
 
 def judge_case(audit: Audit, case: Case, test_id: str) -> Verdict:
     """Judge one cell. What did not run, or whose tap did not fire, is not run."""
     audit.ensure(case.phase)
+    known: Verdict | None = audit.memo.get(("case", case))
+    if known is not None:
+        return replace(known, test_id=test_id)
+    return _judged_case(audit, case, test_id)
+
+
+def _judged_case(audit: Audit, case: Case, test_id: str) -> Verdict:
+    """Judge what has been recorded so far."""
     spec = spec_of(case.point)
     base = _base(case, spec, test_id)
     who = "isolated" if case.mode == "isolated" else "production"
+    if case.steps is not None:
+        case = replace(case, steps=audit.reached(who, case.point, case.steps))
     expected = 1 if case.steps is None else case.steps[1] - case.steps[0] + 1
     for side in (who, "reference"):
         fired = audit.fired(side, case.point, case.phase, case.steps)
@@ -36,7 +47,7 @@ def judge_case(audit: Audit, case: Case, test_id: str) -> Verdict:
             reason = f"tap fired {fired} of {expected} times in {side}"
             if audit.crash is not None:
                 reason = f"production stopped in {audit.crash.phase}: {audit.crash.message}"
-            return replace(base, state=State.NOT_RUN, reason=reason)
+            return replace(base, state=State.NOT_RUN, reason=audit.stopped or reason)
     got = audit.values(who, case.point, case.phase, case.steps)
     want = audit.values("reference", case.point, case.phase, case.steps)
     valid = audit.valid_over(case.phase, case.steps)
@@ -49,22 +60,58 @@ def judge_case(audit: Audit, case: Case, test_id: str) -> Verdict:
     passes: list[PassKey] = [("prefill", None)] if case.steps is None else [("decode", step) for step in range(case.steps[0], case.steps[1] + 1)]
     floor = audit.floor(case.mode, case.point)
     verdict = judge_values(base, spec, GATES[spec.name], case.mode, got, want, valid, floor, passes)
-    if verdict.state is State.FAIL and spec.name in ("attn.q", "attn.kv"):
-        verdict = replace(verdict, component=_which_part(verdict, got, want, valid, audit.config.qk_rope_head_dim))
+    if verdict.state is State.FAIL and spec.name in ROTATED:
+        component, because = _which_part(verdict, got, want, valid, audit.config.qk_rope_head_dim)
+        verdict = replace(verdict, component=component, details={**verdict.details, "because": because})
     return _with_step(verdict, case)
 
 
-def _which_part(verdict: Verdict, got: Tensor, want: Tensor, valid: Tensor, r: int) -> str:
-    """What a wrong q or kv points to: keys that are not there to the ring, wrong rotary dims alone to the rotation.
+def any_red(audit: Audit, phase: str, step: int | None, alone: bool) -> bool:
+    """A point of the judged layers is clearly over its limit in this pass (decode: in the steps up to this one).
+
+    alone   layers on the reference's input only
+    Later passes may still widen a limit a little, so what is only just over it does not count. If True, prefill's verdicts stand.
+    """
+    steps = 0 if step is None else step + 1
+    found, verdicts = False, {}
+    for case in layer_cases(audit.config, audit.plan.layers, (phase,), 1 if steps else 0):
+        if case.mode == "free" and alone:
+            continue
+        if steps:
+            case = replace(case, steps=(0, steps - 1))
+        verdict = verdicts["case", case] = _judged_case(audit, case, "")
+        found = found or (verdict.state is State.FAIL and (verdict.spent is None or not verdict.spent <= CLEARLY))
+        if found and steps:
+            return True
+    if found:
+        audit.memo |= verdicts
+    return found
+
+
+CLEARLY = 1.5  # times the limit
+
+
+ROTATED = ("attn.q", "attn.kv", "attn.compressor")  # their last dims carry the rotation
+
+
+def _which_part(verdict: Verdict, got: Tensor, want: Tensor, valid: Tensor, r: int) -> tuple[str, str]:
+    """What a wrong q, kv or entry points to: keys that are not there to the ring, wrong rotary dims alone to the rotation.
 
     got, want [b, s, .., d], the last r dims carry the rotation; valid [b, s].
     """
     got, want = got[valid].double(), want[valid].double()
-    if bool((got.isnan().all(-1) & ~want.isnan().all(-1)).any()):
-        return "SWA ring"  # the slot holds another token, or nothing
+    lost = int((got.isnan().all(-1) & ~want.isnan().all(-1)).sum())
+    if lost:
+        if verdict.point.endswith("attn.kv"):
+            return "SWA ring", f"{lost} keys cannot be read back: their slots hold other tokens, or nothing"
+        return verdict.component, f"{lost} rows are missing"
+    there = ~want.isnan().all(-1)
+    got, want = got[there], want[there]
     plain, rotated = (float(row_errors(g[None], w[None], 1)[0].nan_to_num(math.inf).max()) for g, w in ((got[..., :-r], want[..., :-r]), (got[..., -r:], want[..., -r:])))
     limit = verdict.limit or 0.0
-    return "rope" if plain <= limit < rotated else verdict.component
+    if plain <= limit < rotated:
+        return "rope", f"only the rotary dims are off, worst row {rotated:.2g}; the others are within {plain:.2g}"
+    return verdict.component, ""
 
 
 def _base(case: Case, spec: PointSpec, test_id: str) -> Verdict:
@@ -140,7 +187,7 @@ def judge_values(
     state, reason = decisive.state, decisive.reason
     spent = max(p.spent if not math.isnan(p.spent) else 0.0 for p in parts) if state is State.PASS else decisive.spent
     if masks_differ:
-        state, reason, spent = State.FAIL, f"finite masks differ in {masks_differ} elements, first at {first_mask}", math.inf
+        state, reason, spent = State.FAIL, f"finite masks differ in {plural(masks_differ, 'element')}, first at {first_mask}", math.inf
     if state is State.FAIL:
         over = rows & (~(error <= worst_row.limit) | ~(norm <= norm_ratio.limit))
         if masks_differ:
@@ -149,6 +196,7 @@ def judge_values(
             over = rows & ~(error <= parts[-1].limit)
         firsts = over.nonzero()
         details["first"] = firsts[firsts[:, 1].argmin()].tolist()
+        details |= _batch_rows(over)
     worst = tuple(where)
     g, w = got[worst].double().flatten(), want[worst].double().flatten()
     gap = (g - w).abs()
@@ -164,6 +212,11 @@ def judge_values(
         cosine=float(torch.dot(g, w) / (g.norm() * w.norm())) if g.norm() * w.norm() > 0 else None,
         rel_l2=float((flat_got - flat_want).norm() / flat_want.norm()) if flat_want.norm() > 0 else None, rows=count, numbers=gates.numbers_of(*numbers), details=details,
     )  # fmt: skip
+
+
+def _batch_rows(over: Tensor) -> dict[str, list[int]]:
+    """Which rows of a batch [b, ...] hold a wrong value; nothing to say of a batch of one."""
+    return {"batch_rows": over.flatten(1).any(-1).nonzero().flatten().tolist()} if len(over) > 1 else {}
 
 
 def _worst(error: Tensor, rows: Tensor) -> tuple[float, list[int]]:
@@ -213,7 +266,7 @@ def _judge_choice(
     if wrong.any():
         firsts = wrong.nonzero()
         where = firsts[firsts[:, 1].argmin()].tolist()
-        details["first"] = where
+        details |= {"first": where, **_batch_rows(wrong)}
         b, s = where
         taken_here, left_here = taken[b, s].nonzero().flatten().tolist()[:8], left_out[b, s].nonzero().flatten().tolist()[:8]
         state = State.FAIL
@@ -269,7 +322,7 @@ def _judge_visible(audit: Audit, case: Case, base: Verdict, got: Tensor, want: T
     if differs.any():
         firsts = differs.nonzero()
         where = firsts[firsts[:, 1].argmin()].tolist()
-        details["first"] = where
+        details |= {"first": where, **_batch_rows(differs)}
         b, s = where
         for name, g, w, part in parts:
             if part[b, s]:
@@ -278,7 +331,8 @@ def _judge_visible(audit: Audit, case: Case, base: Verdict, got: Tensor, want: T
                 twice = sorted({x for x in have if have.count(x) > 1})
                 reason += f"; at {where} {name}: missing {missing[:8]}, extra {extra[:8]}" + (f", twice {twice[:8]}" if twice else "")
                 details[name] = {"missing": missing[:64], "extra": extra[:64], "twice": twice[:64]}
-        component = "SWA ring" if parts[0][3][b, s] else base.component
+        # A prefill reads the window by rule; a step reads what the ring still holds.
+        component = "SWA ring" if parts[0][3][b, s] and case.phase == "decode" else base.component
     return replace(
         base, metric="queries whose key set differs", state=judgement.state, reason=reason, value=float(differs.sum()), limit=0.0,
         spent=judgement.spent, why="which keys a query sees is exact", where=where, rows=compared, component=component, details=details,

@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from parity import selection
+from parity.attribution import step_of
 from parity.audit import Audit
 from parity.repro import NoReproError, capture
 from probes.core.records import Divergence, Record, State, Verdict
-from reference.points import layer_of, points_of_model
+from reference.points import layer_of, places_of_model, state_order
 
 REPRO = "repro.safetensors"
 Key = tuple[int, int, int, int]
@@ -27,10 +28,11 @@ Key = tuple[int, int, int, int]
 
 def failed_verdict(divergence: Divergence, records: Sequence[Record]) -> Verdict | None:
     """The gate that the divergence stands for: isolated before free."""
-    place = (divergence.point, divergence.phase, divergence.layer, divergence.step)
+    place = (divergence.point, divergence.phase, divergence.layer)
     found = [
         v for v in records
-        if isinstance(v, Verdict) and v.state is State.FAIL and (v.point, v.phase, v.layer, v.details.get("first_step", v.step_first)) == place
+        if isinstance(v, Verdict) and v.state is State.FAIL and (v.point, v.phase, v.layer) == place
+        and divergence.step in (step_of(v), v.details.get("first_step", v.step_first))
     ]  # fmt: skip
     return min(found, key=lambda v: selection.MODES.index(v.mode) if v.mode in selection.MODES else len(selection.MODES), default=None)
 
@@ -40,7 +42,7 @@ def strengthened(divergence: Divergence | None, records: Sequence[Record], audit
     if divergence is None or divergence.phase is None:
         return divergence
     failed = failed_verdict(divergence, records)
-    points = points_of_model(audit.config, audit.layers_run)
+    points = places_of_model(audit.config, audit.layers_run)
     if failed is None or failed.mode not in selection.MODES or divergence.point not in points:
         return divergence
     order = {point: i for i, point in enumerate(points)}
@@ -48,7 +50,8 @@ def strengthened(divergence: Divergence | None, records: Sequence[Record], audit
     def key(phase: str, first: int | None, point: str, mode: str) -> Key:
         return (selection.PHASES.index(phase), -1 if first is None else first, order[point], selection.MODES.index(mode))
 
-    here = key(divergence.phase, failed.step_first, divergence.point, failed.mode)
+    handed_over = failed.details.get("left_by") == "prefill"  # stands before the first step
+    here = key(divergence.phase, None if handed_over else failed.step_first, divergence.point, failed.mode)
     passed = {
         key(v.phase, v.step_first, v.point, v.mode)
         for v in records
@@ -58,10 +61,12 @@ def strengthened(divergence: Divergence | None, records: Sequence[Record], audit
     for phase in selection.PHASES:
         groups = [None] if phase == "prefill" else [first for first, _ in selection.step_groups(audit.plan.steps)]
         for point in points:
-            modes = selection.MODES if layer_of(point) is not None else ("free",)
+            modes: tuple[str, ...] = selection.MODES if layer_of(point) is not None else ("free",)
+            if state_order(point) is not None:  # what a layer alone leaves behind; what a prefill leaves is judged with decode
+                modes = ("isolated",) if phase == "decode" or not audit.plan.steps else ()
             expected |= {key(phase, first, point, mode) for first in groups for mode in modes}
     before = {k for k in expected if k < here}
-    return replace(divergence, checked=len(before & passed), unobserved=len(before - passed))
+    return replace(divergence, checked=len(before & passed) + 1, unobserved=len(before - passed))
 
 
 def with_repro(divergence: Divergence | None, records: Sequence[Record], audit: Audit, report_dir: Path, shown: str = "", command: str = "") -> Divergence | None:
@@ -86,4 +91,4 @@ def strength(divergence: Divergence) -> str:
     """The claim in words; empty where nothing was counted."""
     if not divergence.checked and not divergence.unobserved:
         return ""
-    return f"first of {divergence.checked + 1} checked, {divergence.unobserved} unobserved before it"
+    return f"first of {divergence.checked} checked, {divergence.unobserved} unobserved before it"

@@ -26,7 +26,8 @@ from typing import Any
 import pytest
 import torch
 
-from parity import planted, score, selection
+from parity import evaluate, planted, score, selection, stored
+from parity.attribution import first_divergence
 from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
 from parity.cache import ReferenceCache, cache_folder, checkpoint_facts, code_hash, machine_facts
 from parity.gates import with_numbers
@@ -35,14 +36,17 @@ from parity.measure import measurements
 from parity.mechanisms import mechanisms, unexercised
 from probes.core import inputs
 from probes.core.records import Coverage, Divergence, Header, Kernel, Ledger, Record, State, Verdict, summarise
+from probes.core.wording import plural
 from reference.checkpoint import Checkpoint
 from reference.config import InputError
-from reference.points import points_of_model
+from reference.points import places_of_model
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "tiny-dsv4"
 DEFAULT_PROMPT = "medium.txt:0:250"
 DEFAULT_STEPS = 130
+FAULT_STEPS = 24  # the fault profile: from 250 tokens on, groups of 4 end and 256 is crossed
+PROFILES = ("full", "faults")
 DEFAULT_MAX_CONTEXT = 8192
 RUNS = ROOT / "reports" / "runs"
 DEVICES = ("cpu", "cuda")
@@ -57,13 +61,14 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--layers", default=None, metavar="0-3,7", help="layers that are judged; all up to the highest are run (default: all)")
     group.addoption("--checkpoint", default=str(DEFAULT_CHECKPOINT), metavar="DIR", help="checkpoint directory (default: the bundled one)")
     group.addoption("--prompt", action="append", default=None, metavar="FILE[:START:END]", help="text or .json token ids, tokens START to END; may repeat, one batch row each (default: medium.txt:0:250)")
-    group.addoption("--steps", default=str(DEFAULT_STEPS), metavar="N", help="decode steps after the prompt (default: 130)")
+    group.addoption("--steps", default=None, metavar="N", help="decode steps after the prompt (default: 130; fault profile: 24)")
+    group.addoption("--profile", default=None, metavar="full|faults", help="faults: 24 decode steps, and no further runs of the models once a gate is red; single operations are judged all the same (default: faults with --inject, else full)")
     group.addoption("--device", default="cpu", metavar="cpu|cuda", help="where production runs (default: cpu)")
     group.addoption("--max-context", default=str(DEFAULT_MAX_CONTEXT), metavar="N", help="tokens the KV cache holds (default: 8192)")
     group.addoption("--report", default=None, metavar="DIR", help="where run.jsonl, report.html and junit.xml go (default: reports/runs/<date>-<commit>)")
     group.addoption("--no-cache", action="store_true", help="compute the reference and its twins even if an earlier run left them in ~/.cache/dsv4-parity/reference (DSV4_PARITY_CACHE moves it)")
     group.addoption("--inject", default=None, metavar="ID", help="plant a fault in a copy of production and kernels")
-    group.addoption("--faults", default=None, metavar="FILE", help="list that --inject takes the fault from, instead of parity/faults.toml and parity/faults_more.toml")
+    group.addoption("--faults", default=None, metavar="FILE|DIR", help="list, or folder of lists, that --inject takes the fault from, instead of parity/faults/")
 
 
 def _within_unit(path: Path) -> bool:
@@ -109,6 +114,7 @@ class Run:
     prompts: list[Any]
     fault: planted.Fault | None
     report_dir: Path
+    profile: str = "full"
     fault_copy: Path | None = None
     ledger: Ledger | None = None
     audit: Audit | None = None
@@ -119,6 +125,7 @@ class Run:
     uncollected: list[Verdict] = field(default_factory=list)
     on_terminate: Any = None
     devices: list[Any] = field(default_factory=list)
+    red: bool = False
 
     def record(self, record: Record) -> None:
         if isinstance(record, Verdict):
@@ -126,6 +133,7 @@ class Run:
                 record = replace(record, state=State.NOT_RUN, value=None, spent=None, reason=self.device_reason)  # it only found that there is no device
             record = with_numbers(record)
             self.judged.add(record.test_id)
+            self.red = self.red or record.state is State.FAIL
         if self.ledger is not None:
             self.ledger.write(record)
 
@@ -163,10 +171,11 @@ def _checked(config: pytest.Config) -> Run:
     for arg, path in zip(config.args, _asked_paths(config), strict=True):
         if not path.exists():
             raise InputError(f"{arg}: no such file or directory")
-    for name, allowed in (("--phase", (*selection.PHASES, "both")), ("--device", DEVICES)):
-        if option(name) not in allowed:
+    profile = option("--profile") or ("full" if option("--inject") is None else "faults")
+    for name, allowed in (("--phase", (*selection.PHASES, "both")), ("--device", DEVICES), ("--profile", PROFILES)):
+        if (profile if name == "--profile" else option(name)) not in allowed:
             raise InputError(f"{name} {option(name)}: expected {', '.join(allowed[:-1])} or {allowed[-1]}")
-    steps = _whole(option("--steps"), "--steps", 0)
+    steps = _whole(option("--steps") or str(DEFAULT_STEPS if profile == "full" else FAULT_STEPS), "--steps", 0)
     max_context = _whole(option("--max-context"), "--max-context", 1)
     directory = Path(option("--checkpoint"))
     if not directory.is_absolute():
@@ -185,14 +194,14 @@ def _checked(config: pytest.Config) -> Run:
     longest = max(len(prompt.ids) for prompt in prompts)
     needed = longest + (steps if "decode" in phases else 0)
     if needed > max_context:
-        raise InputError(f"prompt of {longest} tokens and {needed - longest} steps need {needed} tokens, --max-context is {max_context}")
+        raise InputError(f"prompt of {plural(longest, 'token')} and {plural(needed - longest, 'step')} need {plural(needed, 'token')}, --max-context is {max_context}")
     fault = None
     if option("--inject") is not None:
         fault = planted.find_fault(option("--inject"), None if option("--faults") is None else config.invocation_params.dir / option("--faults"))
     elif option("--faults") is not None:
         raise InputError("--faults needs --inject ID")
     return Run(
-        config, phases, layers, steps if "decode" in phases else 0, max_context, option("--device"), directory, prompts, fault, _report_dir(option("--report"), config),
+        config, phases, layers, steps if "decode" in phases else 0, max_context, option("--device"), directory, prompts, fault, _report_dir(option("--report"), config), profile=profile,
     )  # fmt: skip
 
 
@@ -247,11 +256,17 @@ def start(session: pytest.Session) -> None:
         raise pytest.UsageError(str(error)) from None
 
 
-def collected(config: pytest.Config) -> None:
+# The fault profile: where a fault shows and what it is come first, the rest only where nothing is red yet.
+NAMING = ("test_layers", "test_state", "test_load", "test_operations")
+
+
+def collected(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Open the ledger, once pytest has found every test that was named. Raises pytest.UsageError."""
     run = config.stash.get(RUN, None)
     if run is None or run.audit is None:
         return
+    if run.profile == "faults":
+        items.sort(key=_turn)
     try:
         run.report_dir.mkdir(parents=True, exist_ok=True)
         for name in FILES:
@@ -262,6 +277,19 @@ def collected(config: pytest.Config) -> None:
     run.record(header(run))
     for verdict in run.uncollected:
         run.record(verdict)
+
+
+def _turn(item: pytest.Item) -> int:
+    """The place of a test's file in NAMING, or behind it."""
+    return next((i for i, name in enumerate(NAMING) if item.path.name.startswith(name)), len(NAMING))
+
+
+def not_due(item: pytest.Item) -> str:
+    """Why the fault profile leaves a test out; empty where it is due."""
+    run = item.config.stash.get(RUN, None)
+    if run is None or run.profile != "faults" or not run.red or _turn(item) < len(NAMING):
+        return ""
+    return "the fault profile: a gate is red already"
 
 
 def uncollected(collector: pytest.Collector, report: pytest.CollectReport) -> None:
@@ -315,6 +343,9 @@ def _load(run: Run) -> None:
         facts = {"checkpoint": checkpoint_facts(run.checkpoint_dir, layers), "code": code_hash(), **machine_facts()}
         cache = ReferenceCache(cache_folder(), facts)
     run.audit = Audit(model, production if production is not None else _Missing(model, str(run.load_crash)), twins, plan, say=tell, cache=cache)
+    run.audit.faulty = run.fault is not None
+    if run.profile == "faults":
+        run.audit.red = lambda audit, phase, step, alone: evaluate.any_red(audit, phase, step, alone) or stored.any_red(audit, phase, step)
     if run.load_crash is not None:
         run.audit.crash = Crash("load", None, "load", run.load_crash)
 
@@ -406,6 +437,8 @@ def header(run: Run) -> Header:
     notes = [f"unknown config keys: {', '.join(config.unknown_keys)}"] if config.unknown_keys else []
     if run.fault is not None:
         notes.append(f"fault {run.fault.id} is planted in a copy of production: {run.fault.title}")
+    if run.profile == "faults":
+        notes.append("fault profile: the models' runs end where a gate is red, and what was not run then is no part of the verdict")
     checkpoint = Checkpoint(run.checkpoint_dir, range(max(run.layers) + 1))
     if checkpoint.ignored:
         notes.append(f"{len(checkpoint.ignored)} mtp tensors ignored")
@@ -432,7 +465,7 @@ def command_line(config: pytest.Config) -> str:
     return shlex.join(["pytest", *map(str, config.invocation_params.args)])
 
 
-AGAIN = ("phase", "layers", "checkpoint", "prompt", "steps", "device", "max_context", "inject", "faults")
+AGAIN = ("phase", "layers", "checkpoint", "prompt", "steps", "device", "max_context", "profile", "inject", "faults")
 
 
 def again_options(config: pytest.Config) -> str:
@@ -461,7 +494,8 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     facts: list[Record] = [] if narrowed else list(coverage(run))
     for record in [*facts, *measurements(run.audit), *run.audit.cache_facts(), *mechanisms(run.audit, ledger.records), *kernels(run)]:
         ledger.write(record)
-    divergence = strengthened(first_divergence(ledger.records, run), ledger.records, run.audit)
+    divergence = first_divergence(ledger.records, places_of_model(run.audit.config, run.audit.layers_run), loaded=run.load_crash is None)
+    divergence = strengthened(divergence, ledger.records, run.audit)
     divergence = with_repro(divergence, ledger.records, run.audit, run.report_dir, str(_near(run.report_dir / REPRO)), command_line(config))
     summary = summarise(ledger.records, time.perf_counter() - run.started, divergence)
     if narrowed:
@@ -493,6 +527,8 @@ def divergence_lines(divergence: Divergence | None) -> list[str]:
     where = f"{divergence.phase or 'single operation'}" + (f" step {divergence.step}" if divergence.step is not None else "")
     local = {True: "local", False: "inherited", None: "local or inherited: cannot be told"}[divergence.local]
     lines = ["first divergence: " + ", ".join(filter(None, [divergence.point, where, divergence.component, local, strength(divergence)]))]
+    if divergence.because:
+        lines.append(f"because: {divergence.because}")
     if divergence.replay is not None:
         lines.append(f"replay it alone: {divergence.replay}")
     elif divergence.no_repro:
@@ -513,7 +549,7 @@ def _narrowed(session: pytest.Session) -> str:
     picked = any("::" in arg or arg.endswith(".py") for arg in session.config.args)
     if not deselected and not picked:
         return ""
-    return f"only {len(session.items)} tests were selected" + (f", {deselected} deselected" if deselected else "")
+    return f"only {plural(len(session.items), 'test was', 'tests were')} selected" + (f", {deselected} deselected" if deselected else "")
 
 
 def deselected(items: Sequence[pytest.Item]) -> None:
@@ -543,43 +579,6 @@ def kernels(run: Run) -> list[Kernel]:
         for source, kernel, arch, build, launches in entries:
             counts[source, kernel, arch, build] = counts.get((source, kernel, arch, build), 0) + launches
     return [Kernel(*key, launches=n) for key, n in sorted(counts.items())]
-
-
-WHOLE_PHASE = 1 << 30  # stands for the step of a gate that judges all of decode at once
-
-
-def first_divergence(records: list[Record], run: Run) -> Divergence | None:
-    """The failed gate that comes first: phase, then decode step, then dataflow; isolated before free at one place.
-
-    A single operation that fails alone is named without layer and phase.
-    """
-    assert run.audit is not None
-    order = {point: i for i, point in enumerate(points_of_model(run.audit.config, run.audit.layers_run))}
-    chain: list[tuple[tuple[int, int, int, int], Verdict]] = []
-    operations: list[Verdict] = []
-    passed: set[tuple[str, str | None, int | None]] = set()
-    for record in records:
-        if not isinstance(record, Verdict):
-            continue
-        if record.mode in ("isolated", "free") and record.phase is not None and record.point in order:
-            if record.state is State.FAIL:
-                step = record.details.get("first_step", record.step_first)
-                # A gate over a whole decode phase cannot say when: it comes after those that can.
-                step = int(step) if step is not None else -1 if record.phase == "prefill" else WHOLE_PHASE
-                key = (selection.PHASES.index(record.phase), step, order[record.point], selection.MODES.index(record.mode))
-                chain.append((key, record))
-            elif record.state is State.PASS and record.mode == "isolated":
-                passed.add((record.point, record.phase, record.step_first))
-        elif record.state is State.FAIL:
-            operations.append(record)
-    if chain:
-        key, first = min(chain, key=lambda entry: entry[0])
-        local = True if first.mode == "isolated" else ((first.point, first.phase, first.step_first) not in passed)
-        return Divergence(first.layer, first.point, first.phase, key[1] if 0 <= key[1] < WHOLE_PHASE else None, local, first.component)
-    if operations and run.load_crash is None:  # where production does not load, nothing was compared that could diverge
-        first = operations[0]
-        return Divergence(first.layer, first.point, first.phase, first.step_first, first.local, first.component)
-    return None
 
 
 def unconfigure(config: pytest.Config) -> None:

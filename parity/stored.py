@@ -18,11 +18,12 @@ import torch
 
 from parity import gates
 from parity.audit import Audit, Floor
-from parity.evaluate import judge_values
+from parity.evaluate import CLEARLY, judge_values
 from parity.gates import GATES, Gate
 from parity.selection import StateCase
 from probes.core.queries import Stored
 from probes.core.records import State, Verdict
+from probes.core.rows import row_errors
 from probes.core.trace import PassKey
 from reference.points import STATE_POINTS, VALUES, PointSpec
 
@@ -114,13 +115,15 @@ def _judged(audit: Audit, case: StateCase, test_id: str) -> Verdict:
         component=component_of_part(case.part), local=True, test_id=test_id, details={"left_by": "prefill"} if case.steps is None else {},
     )  # fmt: skip
     passes: list[PassKey] = [("prefill", None)] if case.steps is None else [("decode", step) for step in range(case.steps[0], case.steps[1] + 1)]
+    if audit.stopped:  # a run that ended early is judged as far as it went
+        passes = [key for key in passes if (case.layer, *key) in audit.stored] or passes
     seen = [audit.stored.get((case.layer, *key), {}).get(case.part) for key in passes]
     parts = [part for part in seen if isinstance(part, Stored)]
     if len(parts) < len(passes):
         reason = next((part for part in seen if isinstance(part, str)), f"compared after {len(parts)} of {len(passes)} passes")
         if audit.crash is not None:
             reason = f"production stopped in {audit.crash.phase}: {audit.crash.message}"
-        return replace(base, reason=reason)
+        return replace(base, reason=audit.stopped or reason)
     floor = audit.floor("isolated", f"layers.{case.layer}.{row_of_table(case.part)[1]}") if case.part != "length" else Floor()
     old = sum(part.old for part in parts)
     found = [_with_pass(verdict, parts, first) for verdict in judge_part(base, joined(parts), "isolated", floor, passes)]
@@ -135,6 +138,26 @@ def _judged(audit: Audit, case: StateCase, test_id: str) -> Verdict:
         chosen = replace(base, metric=said, state=State.PASS, value=0.0, limit=0.0, spent=0.0, rows=old or audit.batch * len(passes), why="a row that nobody writes is what it was: exact")
     rows = chosen.rows + (old if found and chosen.state is State.PASS else 0)
     return replace(chosen, rows=rows, details={**chosen.details, **counts})
+
+
+def any_red(audit: Audit, phase: str, step: int | None) -> bool:
+    """Is a part of some layer's state clearly wrong after this pass (as in evaluate.any_red)? For runs that end where something is red."""
+    for layer in audit.plan.layers:
+        for name, part in audit.stored.get((layer, phase, step), {}).items():
+            if isinstance(part, Stored) and _suspect(part):
+                case = StateCase("decode" if phase == "decode" or audit.plan.steps else phase, layer, name, None if step is None else (step, step))
+                verdict = _judged(audit, case, "")
+                if verdict.state is State.FAIL and not (verdict.spent or math.inf) <= CLEARLY:
+                    return True
+    return False
+
+
+def _suspect(part: Stored) -> bool:
+    """Not within the smallest limit that written rows of this part can have."""
+    if part.part == "length":
+        return bool((part.got != part.want).any())
+    error, _ = row_errors(part.got, part.want, 1)
+    return part.changed > 0 or not bool((error <= row_of_table(part.part)[0].typical_eps("isolated")).all())
 
 
 def joined(parts: Sequence[Stored]) -> Stored:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from parity import evaluate
+from parity import evaluate, witness
 from probes.core.records import State, Verdict
 
 
@@ -26,7 +26,7 @@ def test_production_runs(phase, audit, record):
 
 def test_point(layer_case, audit, record, request):
     """A point is within its limit of the reference: worst row and norm ratio, sets exactly or up to near-ties."""
-    record(evaluate.judge_case(audit, layer_case, request.node.nodeid))
+    record(witness.explained_core(audit, evaluate.judge_case(audit, layer_case, request.node.nodeid)))
 
 
 @pytest.mark.parametrize("half", ["hc_attn", "hc_ffn"])

@@ -29,8 +29,10 @@ from probes.core.attention import PARTS, Attended, Keys, attend, stored_keys, we
 from probes.core.drift import slope
 from probes.core.measure import FAULTS, RATIOS, nearest_step, sinkhorn_trail, visible_measurement
 from probes.core.records import State, Verdict
+from probes.core.rows import row_errors
 from probes.core.text import degeneration, top_agreement
 from probes.core.trace import join
+from probes.core.wording import plural
 from reference import ops
 from reference.ops import Sums
 from reference.points import VALUES, spec_of
@@ -135,7 +137,7 @@ def judge_core(audit: Audit, layer: int, phase: str) -> Verdict:
     verdict = judge_values(base, spec_of(point), gate, "isolated", got, _rounded(audit, plain.out), valid, _exact(valid))
     if unstored:
         where = ((plain.unstored > 0) & valid).nonzero()[0].tolist()
-        return replace(verdict, state=State.FAIL, spent=math.inf, where=where, reason=f"{unstored} keys were read that were never stored, first by query {where}")
+        return replace(verdict, state=State.FAIL, spent=math.inf, where=where, reason=f"{plural(unstored, 'key was', 'keys were')} read that were never stored, first by query {where}")
     if verdict.state is State.FAIL and _only_scaled(got, plain, valid, verdict.limit or 0.0):
         verdict = replace(verdict, component="sink", reason=verdict.reason + "; rows are right up to a factor: the sum of the weights is wrong")
     return _at_step(audit, verdict, phase)
@@ -153,12 +155,82 @@ def _exact(valid: Tensor) -> Floor:
 
 def _only_scaled(got: Tensor, plain: Attended, valid: Tensor, limit: float) -> bool:
     """True when every row agrees after a factor of its own."""
-    g, w = got.double(), plain.out.double()
+    return bool((_direction_error(got, plain.out)[valid] <= limit).all())
+
+
+def _direction_error(got: Tensor, want: Tensor) -> Tensor:
+    """Relative error of rows [..., d] after the best factor of each; 0 where got is 0 (a sink that takes everything)."""
+    g, w = got.double(), want.double()
     factor = (g * w).sum(-1, keepdim=True) / g.square().sum(-1, keepdim=True)
     factor = torch.where(factor.isfinite(), factor, 1.0)
-    dead = g.square().sum(-1) == 0  # a head whose sink takes everything
-    error = ((g * factor - w).norm(dim=-1) / w.norm(dim=-1)).masked_fill(dead, 0.0)
-    return bool((error[valid] <= limit).all())
+    error: Tensor = (g * factor - w).norm(dim=-1) / w.norm(dim=-1)
+    return error.masked_fill(g.square().sum(-1) == 0, 0.0)
+
+
+# ---- what a wrong attn.core points to ----
+
+SCALES = 33  # softmax scales tried between a quarter and four times the right one, then refined
+SAMPLE = 16  # queries they are tried on
+
+
+def explained_core(audit: Audit, verdict: Verdict) -> Verdict:
+    """A red attn.core of the isolated run, with what kind of difference it is. Its q, its keys and what it saw were judged before.
+
+    Rows right up to a factor: the sum of the weights, so the sink. Rows right at another softmax scale: the YaRN amplitude that
+    this model does not have. Neither: what attention reads of the cache.
+    """
+    if verdict.gate != "attn.core" or verdict.state is not State.FAIL or verdict.mode != "isolated" or verdict.layer is None or verdict.phase is None:
+        return verdict
+    steps = None if verdict.phase == "prefill" else (verdict.step_first or 0, verdict.step_last or 0)
+    got, want = (audit.values(who, verdict.point, verdict.phase, steps) for who in ("isolated", "reference"))
+    if got.shape != want.shape:
+        return verdict
+    error, _ = row_errors(got, want, 1)
+    off = ~(error <= (verdict.limit or 0.0)) & audit.valid_over(verdict.phase, steps)[..., None]
+    if not off.any() or not got[off].isfinite().all():
+        return replace(verdict, details={**verdict.details, "because": "values that are not finite"} if off.any() else verdict.details)
+    factor = (got[off].double().norm(dim=-1) / want[off].double().norm(dim=-1)).tolist()
+    if bool((_direction_error(got, want)[off] <= max(verdict.limit or 0.0, 1e-2)).all()):
+        said = f"rows are the right ones times {min(factor):.3g} to {max(factor):.3g}: the weights do not sum to 1 - the sink's share"
+        return replace(verdict, component="sink", details={**verdict.details, "because": said})
+    scale = _softmax_scale(audit, verdict.layer, off) if verdict.phase == "prefill" else None
+    if scale is not None:
+        said = f"rows are right at {scale:.4g} times the softmax scale of head_dim^-0.5"
+        return replace(verdict, component="rope", details={**verdict.details, "because": said + " (YaRN's amplitude would do that)"})
+    said = "the keys seen, q and the stored rows are right; no factor of a row and no softmax scale explains it: what attention reads of the cache"
+    return replace(verdict, component="KV quant", details={**verdict.details, "because": said})
+
+
+def _softmax_scale(audit: Audit, layer: int, off: Tensor) -> float | None:
+    """The one factor of the softmax scale that makes plain attention over production's own keys what production wrote; None: there is none.
+
+    off [b, s, h] rows that are wrong
+    """
+    c, name = audit.config, f"layers.{layer}.attn"
+    b = int(off.any(-1).sum(-1).argmax())
+    queries = off[b].any(-1).nonzero().flatten()
+    queries = queries[torch.linspace(0, len(queries) - 1, min(SAMPLE, len(queries))).round().long()]
+    points = ("attn.q", "attn.visible", "attn.core", "attn.kv", *(["attn.compressor"] if c.ratio(layer) else []))
+    if any(audit.fired("isolated", f"layers.{layer}.{point}", "prefill", None) == 0 for point in points):
+        return None
+    q, visible, core = (audit.values("isolated", f"{name}.{point}", "prefill")[b : b + 1, queries] for point in ("q", "visible", "core"))
+    keys = _tables(audit, "isolated", layer, ("prefill",))
+    keys = Keys(keys.window[b : b + 1], keys.entries[b : b + 1])
+    position, rows = _positions(audit, "prefill")[b : b + 1, queries], off[b, queries]
+    sink = audit.reference.blocks[layer].attn.attn_sink
+
+    def worst(scale: float) -> float:
+        out = attend(q.double() * scale, visible, position, keys, sink, c.sliding_window, c.ratio(layer)).out
+        error, _ = row_errors(core, out, 1)
+        return float(error[0][rows].nan_to_num(math.inf).max())
+
+    exponents = torch.linspace(-2, 2, SCALES).tolist()
+    best = min(exponents, key=lambda e: worst(2.0**e))
+    width = 4 / (SCALES - 1)
+    for _ in range(10):
+        width /= 2
+        best = min((best - width, best, best + width), key=lambda e: worst(2.0**e))
+    return 2.0**best if worst(2.0**best) <= 1e-2 else None
 
 
 def _at_step(audit: Audit, verdict: Verdict, phase: str) -> Verdict:
@@ -266,9 +338,13 @@ def judge_masses(audit: Audit, layer: int, phase: str) -> Verdict:
     assert decisive is not None
     judged, floor = worst
     at = [int(i) for i in torch.unravel_index(decisive.argmax(), decisive.shape)]
+    details: dict[str, Any] = {"parts": parts}
+    over = (~(decisive <= judged.limit) & valid[..., None]).any(-1).nonzero()
+    if judged.state is State.FAIL and len(over):
+        details["first"] = over[over[:, 1].argmin()].tolist()
     verdict = replace(
         base, state=judged.state, reason=judged.reason, value=float(decisive.max()), limit=judged.limit, spent=judged.spent, floor=floor, k=gate.k("isolated"),
-        eps=gate.isolated, where=at, rows=int(valid.sum()) * len(PARTS), details={"parts": parts},
+        eps=gate.isolated, where=at, rows=int(valid.sum()) * len(PARTS), details=details,
     )  # fmt: skip
     return _at_step(audit, verdict, phase)
 

@@ -13,7 +13,7 @@ from parity.session import divergence_lines
 from parity.unit.worlds import config_dict
 from probes.core.records import Divergence, State, Summary, Verdict, from_line, summarise, to_line
 from reference.config import ModelConfig
-from reference.points import points_of_layer
+from reference.points import points_of_layer, state_parts
 
 CONFIG = ModelConfig.from_dict(config_dict())
 STEPS = 40  # groups 0, 1-32, 33-39
@@ -36,6 +36,9 @@ def verdicts(layers, phases, failed=None, not_run=()):
         first, last = case.steps or (None, None)
         details = {"first_step": first + 1} if state is State.FAIL and first else {}
         out.append(Verdict("g", case.point, case.mode, state, "m", case.layer, case.phase, first, last, details=details, test_id=case.id))
+    for state_case in selection.state_cases(CONFIG, layers, phases, STEPS):
+        first, last = state_case.steps or (0, 0)
+        out.append(Verdict("s", f"layers.{state_case.layer}.state.{state_case.part}", "isolated", State.PASS, "m", state_case.layer, "decode", first, last, test_id=state_case.id))
     return out
 
 
@@ -45,19 +48,19 @@ def claim(point, phase, step=None, layer=0, local=True):
 
 def test_the_first_gate_of_all_has_nothing_before_it_but_the_embedding():
     found = strengthened(claim("layers.0.hc_attn.pre", "prefill"), verdicts((0, 1), ("prefill", "decode"), "prefill-L0-hc_attn.pre-isolated"), audit_of())
-    assert (found.checked, found.unobserved) == (1, 0)
+    assert (found.checked, found.unobserved) == (2, 0)
 
 
 def test_a_later_layer_counts_both_modes_of_every_point_before_it():
     before = 2 * len(points_of_layer(CONFIG, 0)) + 2 * points_of_layer(CONFIG, 1).index("layers.1.attn.q") + 1
     found = strengthened(claim("layers.1.attn.q", "prefill", layer=1), verdicts((0, 1), ("prefill", "decode"), "prefill-L1-attn.q-isolated"), audit_of())
-    assert (found.checked, found.unobserved) == (before, 0)
+    assert (found.checked, found.unobserved) == (before + 1, 0)
 
 
 def test_a_layer_that_was_not_judged_is_unobserved():
     found = strengthened(claim("layers.1.attn.q", "prefill", layer=1), verdicts((1,), ("prefill",), "prefill-L1-attn.q-isolated"), audit_of())
     assert found.unobserved == 2 * len(points_of_layer(CONFIG, 0))
-    assert found.checked == 2 * points_of_layer(CONFIG, 1).index("layers.1.attn.q") + 1
+    assert found.checked == 2 * points_of_layer(CONFIG, 1).index("layers.1.attn.q") + 1 + 1
 
 
 def test_a_phase_that_was_not_asked_for_is_unobserved():
@@ -78,7 +81,8 @@ def test_a_later_group_of_steps_comes_after_all_of_an_earlier_one():
     records = verdicts((0, 1), ("prefill", "decode"), "decode-L0-attn.q-free-steps1to32")
     found = strengthened(claim("layers.0.attn.q", "decode", 2, local=False), records, audit_of())
     whole = 2 * sum(len(points_of_layer(CONFIG, layer)) for layer in (0, 1)) + 4
-    assert found.checked == 2 * whole + 2 * points_of_layer(CONFIG, 0).index("layers.0.attn.q") + 2  # its own isolated gate passed
+    states = sum(len(state_parts(CONFIG, layer)) for layer in (0, 1))  # judged in decode, isolated
+    assert found.checked == 2 * whole + states + 2 * points_of_layer(CONFIG, 0).index("layers.0.attn.q") + 2 + 1  # its own isolated gate passed
     assert found.unobserved == 0
 
 
@@ -96,7 +100,7 @@ def test_an_operation_alone_has_no_place_in_the_dataflow():
 
 
 def test_the_claim_in_words_and_on_the_wire():
-    found = Divergence(2, "layers.2.attn.q", "decode", 7, True, "rope", 611, 4, "repro.safetensors", "python -m probes.replay r")
+    found = Divergence(2, "layers.2.attn.q", "decode", 7, True, "rope", 612, 4, "repro.safetensors", "python -m probes.replay r")
     assert strength(found) == "first of 612 checked, 4 unobserved before it"
     assert divergence_lines(found) == [
         "first divergence: layers.2.attn.q, decode step 7, rope, local, first of 612 checked, 4 unobserved before it",

@@ -28,6 +28,7 @@ from probes.core.records import (
     to_line,
     verdicts,
 )
+from probes.core.wording import plural
 
 NAN, INF = math.nan, math.inf
 HEADER = Header(
@@ -244,6 +245,11 @@ def test_a_run_without_a_header_is_no_run(tmp_path, content):
     path.write_text(content)
     with pytest.raises(RecordError, match="no header"):
         read_run(path)
+
+
+def test_one_is_singular():
+    assert [plural(n, "gate") for n in (0, 1, 2)] == ["0 gates", "1 gate", "2 gates"]
+    assert plural(1, "test was", "tests were") == "1 test was"
 
 
 def test_bytes_that_are_no_text_are_no_run(tmp_path):

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +13,11 @@ import torch
 
 import production
 import reference
-from parity import evaluate, isolation, selection
+from parity import attribution, evaluate, isolation, selection
 from parity.audit import Audit, Plan
 from parity.isolation import failed_verdict
 from parity.planted import find_fault, plant
 from parity.repro import NoReproError, capture
-from parity.session import first_divergence
 from probes import replay
 from probes.core.inputs import read_prompt
 from probes.core.records import Divergence, State, Verdict
@@ -27,11 +25,10 @@ from probes.core.repro import Memory, Repro, View, bytes_of, compare, extent
 from production.attention import MainCompressor
 from production.cpu_device import KERNELS
 from reference.config import InputError
-from reference.points import points_of_layer
+from reference.points import points_of_layer, points_of_model
 
 CHECKPOINT = KERNELS.parent / "checkpoints" / "tiny-dsv4"
 NAN = float("nan")
-named: Any = first_divergence  # takes a run: here only its audit
 with_repro: Any = isolation.with_repro
 
 
@@ -48,7 +45,7 @@ def first_of(audit):
     """Judge every point of the judged layers; the first divergence, its gate and all verdicts."""
     cases = selection.layer_cases(audit.config, audit.plan.layers, audit.plan.phases, audit.plan.steps)
     records = [evaluate.judge_case(audit, case, case.id) for case in cases]
-    divergence: Any = named(records, SimpleNamespace(audit=audit))
+    divergence: Any = attribution.first_divergence(records, points_of_model(audit.config, audit.layers_run))
     return divergence, divergence and failed_verdict(divergence, records), records
 
 

@@ -53,9 +53,14 @@ def judged(part, plant=None, at=1, steps=(0, 2)):
         kept[2, "prefill" if step is None else "decode", step] = left_parts(got, want, torch.tensor([before]), CONFIG, 2)
     plan = SimpleNamespace(layers=(2,), steps=8)
     audit: Any = SimpleNamespace(
-        ensure=lambda phase: None, crash=None, stored=kept, batch=1, plan=plan, floor=lambda mode, point: Floor(error=1e-3, norm=1e-3, rows=9)
+        ensure=lambda phase: None, crash=None, stopped="", stored=kept, batch=1, plan=plan, floor=lambda mode, point: Floor(error=1e-3, norm=1e-3, rows=9)
     )
     verdict = stored.judge_state(audit, StateCase("decode", 2, part, steps), "id")
+    red = [step for _, phase, step in kept if stored.any_red(audit, phase, step)]
+    if verdict.state is State.FAIL:
+        assert red[0] == (None if steps is None else verdict.details["first_step"])
+    elif plant is None:
+        assert not red
     return verdict
 
 

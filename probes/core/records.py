@@ -180,8 +180,9 @@ class Mechanism:
 class Divergence:
     """The first point, in dataflow order, that is over its limit.
 
-    component    its cause class, in the words of the fault catalogue
-    checked      gates before it, in dataflow order, that passed; unobserved  places before it where no gate passed
+    component    its cause class, in the words of the fault catalogue; because  the evidence for it
+    checked      gates that were judged up to it, in dataflow order: those that passed, and itself
+    unobserved   places before it where no gate passed
     repro        file beside the run that holds this one operation; replay  the command that runs it; no_repro  why there is none
     """
 
@@ -196,6 +197,7 @@ class Divergence:
     repro: str | None = None
     replay: str | None = None
     no_repro: str = ""
+    because: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,205 @@
+"""Where it starts, and what it points at: from a run's verdicts to one line.
+
+    first_divergence(records, points)    the failed gate that comes first, with its cause class
+
+Where. In the models' chain the order is phase, decode step, dataflow, isolated before free. Only where the whole chain is
+green a gate that has no place in it is named: a parameter, a single operation, production against itself, memory.
+
+Why. A point is made by several operations. What else is red tells which of them: the parameters as they were loaded, a state
+that does not come back, the operations that make the point, judged alone, in the order in which they run. Cause classes are
+the components of the fault catalogue; `because` holds the evidence.
+
+Pure functions of records; no tensors. Tests: parity/unit/test_first_divergence.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from parity import selection
+from parity.gates import OPERATIONS
+from probes.core.records import Divergence, Record, State, Verdict
+from reference.points import spec_of
+
+WHOLE_PHASE = 1 << 30  # stands for the step of a gate that judges all of decode at once
+
+# The operations (rows of gates.OPERATIONS) that make a point out of the points before it, as they run.
+_PROJECTED = ("act_quant", "linear_fp8")
+_ROTATED = ("token_positions", "rope_frequencies", "rope")
+MADE_BY: dict[str, tuple[str, ...]] = {
+    "embed": ("token_positions", "embed"),
+    **{f"hc_{half}.{name}": ("hc_pre",) for half in ("attn", "ffn") for name in ("pre", "post", "comb")},
+    **{f"hc_{half}.a": ("hc_a",) for half in ("attn", "ffn")},
+    **{f"hc_{half}.X": ("hc_post",) for half in ("attn", "ffn")},
+    "attn.norm": ("rms_norm",),
+    "attn.q_norm": (*_PROJECTED, "rms_norm"),
+    "attn.q": (*_PROJECTED, "rms_norm", *_ROTATED),
+    "attn.kv": (*_PROJECTED, "rms_norm", *_ROTATED, "store_window"),
+    "attn.compressor": ("linear_fp32", "compressor", "rms_norm", "rope_frequencies", "rope", "store_entries"),
+    "attn.indexer.q": ("linear_fp8", *_ROTATED, "hadamard_e2m1"),
+    "attn.indexer.weights": ("linear_bf16",),
+    "attn.indexer.compressor": ("linear_fp32", "compressor", "rms_norm", "rope_frequencies", "rope", "store_index_keys"),
+    "attn.indexer.score": ("token_positions", "indexer_score"),
+    "attn.selected": ("topk",),
+    "attn.visible": ("token_positions", "sparse_attn"),
+    "attn.core": ("sparse_attn",),
+    "attn.o": _ROTATED,
+    "attn.wo_a": ("linear_fp8",),
+    "attn.out": _PROJECTED,
+    "ffn.norm": ("rms_norm",),
+    "ffn.gate": ("linear_fp32", "gate_scores"),
+    "ffn.experts": ("gate_choose",),
+    "ffn.weights": ("gate_weights",),
+    "ffn.routed": ("act_quant", "experts_up", "swiglu", "experts_down", "moe_combine"),
+    "ffn.shared_experts": (*_PROJECTED, "swiglu", "shared_experts"),
+    "ffn.out": ("moe_combine",),
+    "hc_head": ("hc_head",),
+    "norm": ("rms_norm",),
+    "logits": ("linear_bf16",),
+}
+# These serve several parts of the stack: red, they say that the point's own part is wrong.
+SHARED = frozenset({"linear_bf16", "linear_fp32", "sparse_attn"})
+# What these are worth to the whole: the catalogue files FP8 matrices with the experts' formats, and index keys with the indexer.
+FILED = {"linear_fp8": "experts quant", "store_index_keys": "indexer"}
+# Encoders that two rooms share: both red is one cause, filed under the catalogue's component for it.
+ENCODERS = ((("act_quant", "store_window"), "KV quant", "the e4m3 encoder"), (("hadamard_e2m1", "store_index_keys"), "experts quant", "the e2m1 encoder"))
+# Whole runs of a small model, judged alone: they see what operations did together, after the operations themselves.
+COMPOSED = ("load", "restore", "stored", "chunking", "checked", "rope", "memory", "batching")
+# Where a fault of one batch row shows that no operation alone shows: whose row is read.
+ROWS_MIXED = ("embed", "attn.visible", "attn.core", "logits")
+
+Key = tuple[int, int, int, int]
+
+
+# ---- where ----
+
+
+def step_of(verdict: Verdict) -> int | None:
+    """The first decode step at which a gate is over its limit; None: a prefill, or it judges the whole phase at once."""
+    step = verdict.details.get("first_step")
+    if step is not None:
+        return int(step)
+    return verdict.step_first if verdict.step_first == verdict.step_last else None
+
+
+def place(verdict: Verdict, order: dict[str, int]) -> Key | None:
+    """Where a gate stands in the chain: phase, step, dataflow, mode. None: nowhere. order  point -> its place in the dataflow."""
+    if verdict.mode not in selection.MODES or verdict.phase is None or verdict.point not in order:
+        return None
+    step = step_of(verdict)
+    if verdict.details.get("left_by") == "prefill":
+        when = -1  # what the prefill handed over precedes the first step
+    elif verdict.phase == "prefill":
+        when = -1
+    else:
+        when = WHOLE_PHASE if step is None else step
+    return (selection.PHASES.index(verdict.phase), when, order[verdict.point], selection.MODES.index(verdict.mode))
+
+
+def first_divergence(records: Sequence[Record], points: Sequence[str], loaded: bool = True) -> Divergence | None:
+    """The failed gate that comes first, and its cause class.
+
+    points  every point of the run in dataflow order, stored state after the point that writes it
+    loaded  False: production never ran, and nothing was compared that could diverge
+    """
+    order = {point: i for i, point in enumerate(points)}
+    verdicts = [record for record in records if isinstance(record, Verdict)]
+    failed = [v for v in verdicts if v.state is State.FAIL]
+    placed = [(key, v) for v in failed if (key := place(v, order)) is not None]
+    if placed:
+        key, first = min(placed, key=lambda entry: entry[0])
+        local = True if first.mode == "isolated" else not _passed_alone(verdicts, first)
+        step = key[1] if 0 <= key[1] < WHOLE_PHASE else 0 if first.details.get("left_by") == "prefill" and first.phase == "decode" else None
+        component, because = cause(first, failed)
+        return Divergence(first.layer, first.point, first.phase, step, local, component, because=because)
+    others = [v for v in failed if place(v, order) is None]
+    if others and loaded:
+        first = min(others, key=lambda v: _rank(v, order))
+        component, because = cause(first, failed)
+        return Divergence(first.layer, first.point, first.phase, first.step_first, first.local, component, because=because)
+    return None
+
+
+def _passed_alone(verdicts: Iterable[Verdict], first: Verdict) -> bool:
+    """The same cell is green on the reference's own input: the error came from before."""
+    where = (first.point, first.phase, first.step_first)
+    return any(v.state is State.PASS and v.mode == "isolated" and (v.point, v.phase, v.step_first) == where for v in verdicts)
+
+
+def _rank(verdict: Verdict, order: dict[str, int]) -> tuple[int, int, int]:
+    """Outside of the chain: parameters, operations as they run in a model, production against itself, whole small models, memory."""
+    kind, _, name = verdict.gate.partition(".")
+    if kind == "load":
+        return (0, 0, 0)
+    if kind == "operation" and name in OPERATIONS:
+        return (1, list(OPERATIONS).index(name), 0)
+    if kind == "operation" and name in COMPOSED and name != "batching":
+        return (2, COMPOSED.index(name), 0)
+    if kind == "self":
+        return (3, selection.PHASES.index(verdict.phase) if verdict.phase in selection.PHASES else 0, order.get(verdict.point, len(order)))
+    if kind in ("memory", "widths"):
+        return (5, 0, 0)
+    return (4, 0, 0)
+
+
+# ---- why ----
+
+
+def cause(first: Verdict, failed: Sequence[Verdict]) -> tuple[str, str]:
+    """The cause class of the first failed gate and the evidence for it, from everything else that failed."""
+    own = first.component
+    parameters = [v for v in failed if v.gate == "load" and _feeds(v, first)]
+    if parameters:
+        v = parameters[0]
+        return v.component or own, f"{v.point.removeprefix('load.')} is not what the checkpoint stores"
+    red = {v.gate.removeprefix("operation."): v for v in reversed(failed) if v.gate.startswith("operation.")}
+    if "restore" in red and first.mode == "isolated":
+        return red["restore"].component or own, f"a state that is exported and imported does not come back: {red['restore'].reason}"
+    if first.gate.startswith("operation."):
+        return _of_operation(first.gate.removeprefix("operation."), own, red)
+    name = _name_of(first.point)
+    if name is None:
+        return own, first.details.get("because", "")
+    made_by = [op for op in MADE_BY.get(name, ()) if op in red]
+    explained = own != spec_of(first.point).component  # the gate itself saw what kind of difference it is
+    if explained:
+        made_by = [op for op in made_by if op == "token_positions"]
+    for op in made_by:
+        component, because = _of_operation(op, own, red)
+        return component, because or f"operation {op} alone is red, too"
+    if name == "attn.indexer.compressor":
+        return "indexer", "the layer's own entries are right, so it is no part that both compressors share"
+    if _only_later_rows(first) and name in ROWS_MIXED:
+        return "batching", "only batch rows after the first differ"
+    return own, first.details.get("because", "")
+
+
+def _of_operation(op: str, own: str, red: dict[str, Verdict]) -> tuple[str, str]:
+    for pair, component, said in ENCODERS:
+        if op in pair and all(one in red for one in pair):
+            return component, f"{said}: operations {' and '.join(pair)} alone are red"
+    if op in OPERATIONS:
+        component = own if op in SHARED else FILED.get(op, OPERATIONS[op].component)
+        return component, f"operation {op} alone is red"
+    return own, ""
+
+
+def _name_of(point: str) -> str | None:
+    """`attn.q` of `layers.2.attn.q`; None for what is no point."""
+    try:
+        return spec_of(point).name
+    except ValueError:
+        return None
+
+
+def _feeds(parameters: Verdict, first: Verdict) -> bool:
+    """A wrong parameter of the same layer, or of the model itself where the point is the model's."""
+    if first.gate == "load":
+        return parameters is first
+    return parameters.layer == first.layer and "[" not in parameters.point
+
+
+def _only_later_rows(verdict: Verdict) -> bool:
+    rows: list[int] = verdict.details.get("batch_rows", [])
+    return bool(rows) and 0 not in rows
+

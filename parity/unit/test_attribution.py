@@ -1,0 +1,151 @@
+"""The place and the cause class of the first failed gate, from synthetic verdicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from parity.attribution import MADE_BY, first_divergence
+from parity.gates import OPERATIONS
+from parity.unit.worlds import config_dict
+from probes.core.records import Divergence, State, Verdict
+from reference.config import ModelConfig
+from reference.points import LAYER_POINTS, MODEL_POINTS, places_of_model, spec_of
+
+CONFIG = ModelConfig.from_dict(config_dict())
+PLACES = places_of_model(CONFIG)
+
+
+def red(point, phase="prefill", mode="isolated", steps=(None, None), component="", state=State.FAIL, **details: Any) -> Verdict:
+    known = not point.startswith("layers.") or ".state." not in point
+    component = component or (spec_of(point).component if known else "compressor")
+    layer = int(point.split(".")[1]) if point.startswith("layers.") else None
+    return Verdict(
+        gate="g", point=point, mode=mode, state=state, metric="m", layer=layer, phase=phase, step_first=steps[0], step_last=steps[1],
+        component=component, local=mode == "isolated" or None, details=details,
+    )  # fmt: skip
+
+
+def operation(name, component="") -> Verdict:
+    return Verdict(f"operation.{name}", f"{name}[case]", "operation", State.FAIL, "m", component=component or (OPERATIONS[name].component if name in OPERATIONS else ""), local=True, reason="differs")
+
+
+def parameter(layer, component, name="x") -> Verdict:
+    return Verdict("load", f"load.{name}", "model", State.FAIL, "m", layer, component=component)
+
+
+def found(*records: Any) -> Divergence:
+    divergence = first_divergence(records, PLACES)
+    assert divergence is not None
+    return divergence
+
+
+# ---- where ----
+
+
+def test_phase_step_dataflow_mode_decide_in_this_order():
+    late = red("layers.0.attn.norm", "decode", steps=(1, 32), first_step=9)
+    early = red("layers.1.ffn.out", "decode", steps=(1, 32), first_step=3)
+    prefill = red("logits", "prefill", "free")
+    free = red("layers.1.ffn.out", "decode", "free", steps=(1, 32), first_step=3)
+    assert (found(late, free, early).point, found(late, free, early).step, found(late, free, early).local) == ("layers.1.ffn.out", 3, True)
+    assert found(late, early, prefill).phase == "prefill"
+
+
+def test_a_gate_over_a_whole_phase_comes_after_those_that_can_say_when():
+    whole = red("layers.0.attn.core", "decode", steps=(0, 23))
+    at = red("layers.2.attn.compressor", "decode", steps=(1, 23), first_step=1)
+    assert found(whole, at).point == "layers.2.attn.compressor"
+    assert found(whole).step is None
+    assert found(red("layers.0.attn.core", "decode", steps=(0, 0))).step == 0
+
+
+def test_what_a_prefill_hands_over_precedes_the_first_step():
+    handed = red("layers.2.state.compressor.kv", "decode", steps=(0, 0), left_by="prefill", because="rows are missing")
+    first = red("layers.0.attn.norm", "decode", steps=(0, 0))
+    assert (found(first, handed).point, found(first, handed).phase, found(first, handed).step) == ("layers.2.state.compressor.kv", "decode", 0)
+    assert found(first, handed).because == "rows are missing"
+    assert found(red("layers.0.attn.norm"), handed).phase == "prefill"
+
+
+def test_inherited_where_the_layer_alone_passed():
+    free = red("layers.1.attn.q", mode="free")
+    assert found(free).local is True
+    assert found(free, red("layers.1.attn.q", state=State.PASS)).local is False
+
+
+def test_outside_of_the_chain_parameters_then_operations_then_whole_runs_then_memory():
+    memory = Verdict("memory.rate", "memory.rate[L2]", "operation", State.FAIL, "m", component="memory")
+    way = Verdict("self.batched", "layers.0.attn.q", "model", State.FAIL, "m", 0, "prefill", component="attention projections")
+    whole, single, load = operation("chunking", "SWA ring"), operation("rope"), parameter(None, "checkpoint loading")
+    assert found(memory, way, whole, single, load).point == "load.x"
+    assert found(memory, way, whole, single).point == "rope[case]"
+    assert found(memory, way, whole).component == "SWA ring"
+    assert found(memory, way).point == "layers.0.attn.q"
+    assert found(memory).component == "memory"
+    assert first_divergence([red("embed", mode="free", state=State.PASS)], PLACES) is None
+    assert first_divergence([memory], PLACES, loaded=False) is None
+
+
+# ---- why ----
+
+
+@pytest.mark.parametrize(
+    ("point", "operations", "component"),
+    [
+        ("attn.q_norm", ["act_quant"], "experts quant"),
+        ("attn.q_norm", ["act_quant", "store_window"], "KV quant"),
+        ("attn.q_norm", ["linear_fp8"], "experts quant"),
+        ("attn.q", ["rope"], "rope"),
+        ("attn.q", ["token_positions", "rope"], "batching"),
+        ("attn.kv", ["store_window"], "KV quant"),
+        ("attn.kv", ["rms_norm", "store_window"], "norm"),
+        ("attn.compressor", ["store_entries"], "KV quant"),
+        ("attn.compressor", ["linear_fp32"], "compressor"),
+        ("attn.indexer.q", ["hadamard_e2m1"], "indexer"),
+        ("attn.indexer.q", ["hadamard_e2m1", "store_index_keys"], "experts quant"),
+        ("attn.indexer.compressor", ["store_index_keys"], "indexer"),
+        ("attn.indexer.compressor", [], "indexer"),
+        ("attn.indexer.compressor", ["compressor"], "compressor"),
+        ("attn.visible", ["sparse_attn"], "visibility mask"),
+        ("ffn.gate", ["linear_fp32"], "MoE router"),
+        ("ffn.routed", ["experts_up", "experts_down"], "experts quant"),
+        ("attn.q", ["topk", "hc_pre"], "attention projections"),  # neither makes it
+    ],
+)
+def test_the_first_red_operation_that_makes_the_point_names_the_class(point, operations, component):
+    assert found(red(f"layers.2.{point}"), *map(operation, operations)).component == component
+
+
+def test_what_the_gate_itself_saw_stands_but_for_wrong_positions():
+    q = red("layers.2.attn.q", component="rope", because="only the rotary dims are off")
+    assert found(q, operation("linear_fp8")).component == "rope"
+    assert found(q, operation("linear_fp8")).because == "only the rotary dims are off"
+    assert found(q, operation("token_positions")).component == "batching"
+    assert found(red("layers.2.attn.core", component="sink"), operation("sparse_attn")).component == "sink"
+
+
+def test_a_wrong_parameter_of_the_same_layer_comes_before_all():
+    q = red("layers.2.attn.q_norm")
+    assert found(q, operation("act_quant"), parameter(2, "checkpoint loading", "layers.2.attn.wq_a.weight")).component == "checkpoint loading"
+    assert found(q, parameter(3, "mHC")).component == "attention projections"
+    assert found(q, parameter(2, "mHC", "layers.0.hc[awkward checkpoint]")).component == "attention projections"
+    assert "layers.2.attn.wq_a.weight is not what the checkpoint stores" in found(q, parameter(2, "checkpoint loading", "layers.2.attn.wq_a.weight")).because
+
+
+def test_a_state_that_does_not_come_back_explains_a_layer_alone():
+    core = red("layers.2.state.kv", "decode", steps=(0, 0))
+    assert found(core, operation("restore", "SWA ring")).component == "SWA ring"
+    assert found(red("layers.2.attn.core", "decode", "free", steps=(0, 0)), operation("restore", "SWA ring")).component == "attention core"
+
+
+def test_only_later_rows_of_a_batch():
+    assert found(red("layers.2.attn.core", batch_rows=[1, 2])).component == "batching"
+    assert found(red("layers.2.attn.core", batch_rows=[0, 2])).component == "attention core"
+    assert found(red("layers.2.attn.compressor", batch_rows=[1])).component == "compressor"
+
+
+def test_every_operation_of_the_table_exists_and_every_value_has_one():
+    assert {op for made in MADE_BY.values() for op in made} <= set(OPERATIONS)
+    assert {spec.name for spec in (*LAYER_POINTS, *MODEL_POINTS)} == set(MADE_BY)
