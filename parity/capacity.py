@@ -16,6 +16,7 @@ import torch
 from parity import gates
 from probes.core import memory
 from probes.core.records import Measurement, State, Verdict
+from probes.core.wording import plural
 from reference.config import InputError, ModelConfig
 
 MILLION = memory.MILLION
@@ -124,7 +125,7 @@ def slope(model: Any, steps: int, counting: memory.Counting, what: str, layer: i
         bounded("memory.slope", f"memory.slope{point}", float(seen.spread), len(seen.samples), f"{seen.source}: largest less smallest sample, bytes", **at),
     ]
     if seen.operations and verdicts[0].state is State.FAIL:
-        verdicts[0] = _because(verdicts[0], f"{seen.allocations} tensors, {seen.allocated_bytes} bytes in {steps} steps, by {', '.join(seen.operations)}")
+        verdicts[0] = _because(verdicts[0], f"{plural(seen.allocations, 'tensor')}, {plural(seen.allocated_bytes, 'byte')} in {plural(steps, 'step')}, by {', '.join(seen.operations)}")
     values = {
         "of": what, "steps": steps, "allocations": seen.allocations, "allocated_bytes": seen.allocated_bytes, "state_growth_bytes": seen.state_growth,
         "live_growth_bytes": seen.live_growth, "sampled": seen.source, "every": seen.every, "samples": len(seen.samples),
@@ -140,7 +141,7 @@ def transients(model: Any, layer: int, contexts: Sequence[int], counting: memory
     at: dict[str, Any] = {"phase": "prefill", "layer": layer}
     verdict = bounded("memory.allocations", f"memory.allocations[prefill, layer {layer}]", float(worst.count), len(seen), "tensors allocated in a prefill, logits aside", **at)
     if verdict.state is State.FAIL:
-        verdict = _because(verdict, f"{worst.count} tensors, {worst.size_bytes} bytes at capacity {worst.max_context}, position {worst.position}, by {', '.join(worst.operations)}")
+        verdict = _because(verdict, f"{plural(worst.count, 'tensor')}, {plural(worst.size_bytes, 'byte')} at capacity {worst.max_context}, position {worst.position}, by {', '.join(worst.operations)}")
     by_position: dict[int, set[str]] = {}
     for one in seen:
         by_position.setdefault(one.position, set()).add(one.logits)

@@ -17,6 +17,7 @@ from parity import witness
 from parity.audit import Audit
 from probes.core.records import Mechanism, Record, State, Verdict
 from probes.core.rows import absent_rows
+from probes.core.wording import plural
 
 SPLIT_ABOVE = 64  # keys of one decode step that one softmax takes
 MERGE = "sparse_attn_combine"  # the kernel that merges split softmaxes
@@ -40,7 +41,7 @@ class Cover:
         return bracket == "[" and operation == self.operation and self.case in case
 
     def words(self, checks: int) -> str:
-        cases = "1 check" if checks == 1 else f"{checks} checks"
+        cases = plural(checks, "check")
         return f"{self.operation} ({self.case}: {cases})" if self.case else f"{self.operation} ({cases})"
 
 
@@ -79,7 +80,7 @@ def mechanisms(audit: Audit, records: Sequence[Record]) -> list[Mechanism]:
 def unexercised(records: Sequence[Record]) -> list[str]:
     """What stands in the verdict: mechanisms that neither the prompt nor a check of this run reached, in one line."""
     names = [record.name for record in records if isinstance(record, Mechanism) and not record.count and not record.covered_by]
-    return [f"not exercised, and reached by no check of this run: {', '.join(names)}"] if names else []
+    return [f"not exercised, and reached by no check of this run: {'; '.join(names)}"] if names else []
 
 
 def _covered(name: str, verdicts: Sequence[Verdict]) -> str:

@@ -172,7 +172,7 @@ class LoadAudit:
         unread = checkpoint.unread()
         if unread or self._seen != set(checkpoint.specs):
             first = unread[0] if unread else sorted(set(checkpoint.specs) ^ self._seen)[0]
-            raise InputError(f"{checkpoint.directory}: {len(unread)} tensors left unread by production, first {first!r}")
+            raise InputError(f"{checkpoint.directory}: {len(unread)} tensor{'s' * (len(unread) != 1)} left unread by production, first {first!r}")
 
     @property
     def device_bytes(self) -> int:

@@ -177,11 +177,11 @@ class Checkpoint:
         if missing:
             near = difflib.get_close_matches(missing[0], self._shard_of, n=1)
             hint = f"; nearest is {near[0]!r}" if near else ""
-            raise InputError(f"{self.directory}: {len(missing)} tensors missing, first {missing[0]!r}{hint}")
+            raise InputError(f"{self.directory}: {len(missing)} tensor{'s' * (len(missing) != 1)} missing, first {missing[0]!r}{hint}")
         known = expected_tensors(self.config)
         extra = [name for name in self._shard_of if name not in known and not name.startswith("mtp.")]
         if extra:
-            raise InputError(f"{self.directory}: {len(extra)} tensors that no part of the model takes, first {extra[0]!r}")
+            raise InputError(f"{self.directory}: {len(extra)} tensor{'s' * (len(extra) != 1)} that no part of the model takes, first {extra[0]!r}")
 
     def _check_headers(self) -> None:
         listed: dict[Path, set[str]] = {}

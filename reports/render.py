@@ -107,7 +107,7 @@ def outcome_of(run: Run) -> Outcome:
         return Outcome(
             "incomplete",
             "the run's last line contradicts its records, so neither is believed.",
-            [f"last line: {summary.verdict}, {numbers.format(*claimed)}", f"records: {numbers.format(*counted)}, {missing} taps missing"],
+            [f"last line: {summary.verdict}, {numbers.format(*claimed)}", f"records: {numbers.format(*counted)}, {words.plural(missing, 'tap')} missing"],
         )
     if summary.verdict == "fail":
         sentence = f"{counted[1]} of {words.plural(total, 'gate')} failed."
@@ -147,7 +147,7 @@ def divergence_words(run: Run) -> tuple[Divergence, str, int | None] | None:
     if match:
         sentence += f"; {words.times(match[1].spent)}"
     if first.checked or first.unobserved:
-        sentence += f"; first of {first.checked + 1} checked, {first.unobserved} unobserved before it"
+        sentence += f"; first of {first.checked} checked, {first.unobserved} unobserved before it"
     return first, sentence, match[0] if match else None
 
 

@@ -12,6 +12,8 @@ import re
 import shlex
 from typing import Any
 
+from probes.core.wording import plural as plural
+
 DASH = "–"
 # Control characters that neither HTML nor XML 1.0 may carry; a model's text or a file's name can hold any of them.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -123,11 +125,6 @@ def steps(first: int | None, last: int | None) -> str:
     if first is None:
         return ""
     return f"step {first}" if last is None or last == first else f"steps {first}-{last}"
-
-
-def plural(count: int, noun: str, many: str = "") -> str:
-    """`1 gate`, `2 gates`."""
-    return f"{count} {noun if count == 1 else many or noun + 's'}"
 
 
 def command(test_id: str, typed: str = "") -> str:

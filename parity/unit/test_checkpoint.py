@@ -218,13 +218,13 @@ DAMAGE = {
     "a map that is a list": (write_index('{"weight_map": ["a"]}'), "broken index"),
     "an empty map": (write_index('{"weight_map": {}}'), "tensors missing"),
     "a nested index": (write_index("[" * 100000), "broken index"),
-    "a tensor that is not listed": (unlist("norm.weight"), "1 tensors missing, first 'norm.weight'"),
+    "a tensor that is not listed": (unlist("norm.weight"), "1 tensor missing, first 'norm.weight'"),
     "a tensor that is not in its shard": (drop("layers.1.attn.attn_sink"), "'layers.1.attn.attn_sink' is missing"),
     "a misspelt tensor": (
         lambda d: edit_index(d, lambda m: m.update({"nrom.weight": m.pop("norm.weight")})),
         "nearest is 'nrom.weight'",
     ),
-    "an extra tensor": (add_extra, "1 tensors that no part of the model takes, first 'layers.0.attn.zebra'"),
+    "an extra tensor": (add_extra, "1 tensor that no part of the model takes, first 'layers.0.attn.zebra'"),
     "an extra tensor that the index hides": (hide_extra, "holds 'layers.0.attn.zebra', which"),
     "a tensor listed with and without prefix": (
         lambda d: edit_index(d, lambda m: m.update({"model.norm.weight": m["norm.weight"]})),

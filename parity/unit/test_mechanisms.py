@@ -119,7 +119,7 @@ def test_a_cover_is_a_judged_check_whose_inputs_reach_it(verdict, covers, audit)
 
 def test_what_was_exercised_needs_no_cover():
     assert unexercised([Mechanism("a", 1, ""), Mechanism("b", 0, "", "some check")]) == []
-    assert unexercised([Mechanism("a", 0, ""), Mechanism("b", 0, "")])[0].endswith("a, b")
+    assert unexercised([Mechanism("a", 0, ""), Mechanism("b", 0, "")])[0].endswith("a; b")
 
 
 def test_cases_are_found_inside_the_brackets_only():

@@ -265,6 +265,8 @@ def test_without_the_device_nothing_is_judged_and_the_reason_is_shown(shell):
     verdict, _ = last_lines(out)
     assert verdict.startswith("incomplete (")
     assert "no device" in verdict
+    assert out.count("no device") <= 4, out  # once as a reason, and in the closing lines
+    assert "FAILED" not in out
     _, verdicts, summary = shell.records()
     assert summary.failed == 0
     assert {v.state for v in verdicts if v.phase is not None} == {State.NOT_RUN}

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probes.core.wording import plural
 from reference.config import InputError
 
 DEFAULT_PROMPT = "medium.txt:0:250"
@@ -73,7 +74,7 @@ def check_context(prompts: Sequence[Prompt], steps: int, max_context: int) -> No
     for prompt in prompts:
         if len(prompt.ids) + steps > max_context:
             raise InputError(
-                f"--prompt {prompt.label}: {len(prompt.ids)} tokens and {steps} steps need --max-context "
+                f"--prompt {prompt.label}: {plural(len(prompt.ids), 'token')} and {plural(steps, 'step')} need --max-context "
                 f"{len(prompt.ids) + steps}, got {max_context}"
             )
 
