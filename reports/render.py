@@ -31,7 +31,7 @@ from probes.core.records import (
     Summary,
     Verdict,
 )
-from reports import charts, heat, junit, words
+from reports import charts, heat, junit, names, words
 
 TEMPLATE = Path(__file__).with_name("template.html")
 GATE_ROWS_BYTES = 2_500_000  # the gates table is the only part that grows without bound
@@ -171,7 +171,7 @@ def measured(run: Run, name: str, without: tuple[str, ...] = ()) -> Table:
     rows = [
         [words.number(getattr(m, f)) for f in fixed] + [words.cut(words.anything(m.values.get(k)), 400) for k in keys] for m in found[:TABLE_ROWS]
     ]
-    return Table(fixed + [k.replace("_", " ") for k in keys], rows, len(found) - len(rows))
+    return Table(fixed + [names.column(name, key) for key in keys], rows, len(found) - len(rows))
 
 
 def _largest(run: Run, name: str, key: str, phase: str, site: str | None = None, layer: int | None = None) -> dict[int, float]:
@@ -429,7 +429,7 @@ def report_html(records: list[Record]) -> str:
         recall=measured(run, "recall", without=("point", "score_typical", "noise_typical")),
         choices=measured(run, "choices", without=("point", *(f"{c}_{k}_isolated" for c in ("entries", "experts") for k in ("largest_margin", "noise")))),
         self_parity=measured(run, "self_parity", without=("point",)), observer=measured(run, "observer"),
-        others=[(name, measured(run, name)) for name in others[:40]],
+        others=[(names.title(name), names.note(name), measured(run, name)) for name in others[:40]],
         operations=operations_table(run), gates=gates, gates_left_out=gates_left_out,
         closest=[gate_row(run, i) for i, _ in reversed(passing[-10:])],
         tolerances=tolerance_table(run.verdicts), unchecked=not_checked(run), out_of_scope=OUT_OF_SCOPE,

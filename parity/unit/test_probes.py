@@ -59,6 +59,14 @@ def measured(world, capsys, probe, *arguments):
 # ---- help ----
 
 
+def test_the_readme_names_every_probe():
+    root = Path(__file__).resolve().parents[2]
+    table = (root / "README.md").read_text(encoding="utf-8")
+    probes = {path.stem for path in (root / "probes").glob("*.py") if "def main(" in path.read_text(encoding="utf-8")}
+    assert len(probes) >= 18
+    assert {name for name in probes if f"`{name}`" not in table} == set()
+
+
 @pytest.mark.parametrize("probe", PROBES)
 def test_help_has_an_example_and_the_exit_codes(probe, capsys):
     assert call(probe, "--help") == 0

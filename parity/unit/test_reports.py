@@ -20,8 +20,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parity.unit.synthetic_run import HOSTILE, cut_off, header, synthetic_run, verdict
-from probes.core.records import Coverage, Header, Record, RecordError, State, Summary, Verdict, read_run, to_line
-from reports import heat, words
+from probes.core.records import Coverage, Header, Measurement, Record, RecordError, State, Summary, Verdict, read_run, to_line
+from reports import heat, names, words
 from reports.__main__ import main
 from reports.render import render_run, report_html
 
@@ -176,6 +176,19 @@ def test_every_text_of_a_verdict_is_escaped(field, tmp_path):
     page = Page(render_run(records, tmp_path).read_text(encoding="utf-8"))
     assert [values for tag, values in page.tags if tag in {"script", "img"}] == [{}]
     ElementTree.parse(tmp_path / "junit.xml")
+
+
+def test_every_measurement_of_the_audit_has_a_name_for_people():
+    """Names and keys as the audit's code writes them; what has a section of its own needs no title."""
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "parity").glob("*.py"))
+    written = set(re.findall(r'Measurement\(\s*"([^"]+)"', source))
+    assert {"load", "memory.rate", "recall"} <= written
+    sections = (ROOT / "reports" / "render.py").read_text(encoding="utf-8")
+    assert {name for name in written if name not in names.TITLES and f'"{name}"' not in sections} == set()
+    page = Page(report_html([header(), Measurement("memory.slope", layer=2, values={"of": "layer 2", "live_growth_bytes": 0})])).words
+    assert "Memory over decode steps" in page
+    assert "growth of all tensors, bytes" in page
+    assert "memory.slope" not in page
 
 
 def test_page_loads_nothing_and_its_policy_matches_its_script():

@@ -1,0 +1,62 @@
+"""What a reader calls the measurements that have no section of their own: title, what it says, limit and what it does not look at.
+
+A measurement or key that is not listed is shown under its own name. Tests: parity/unit/test_reports.py.
+"""
+
+from __future__ import annotations
+
+# name -> (title, note under it)
+TITLES: dict[str, tuple[str, str]] = {
+    "load.books": ("Checkpoint: every tensor accounted for", "Limit 0 wrong: each needed tensor fills one parameter, once. Not looked at: mtp tensors (listed as ignored)."),
+    "load": ("Weights as loaded", "Each parameter read back from the kernels' layout against a direct decode of the checkpoint: limit 0 values. Not looked at: whether the checkpoint's own numbers are the published ones."),
+    "memory.widths": ("Widths of what is kept", "Bytes of a row that the first call wrote, against the buffer and the width that the format needs: limit 0 apart."),
+    "memory.rate": ("Bytes per token and constant, per layer kind", "Measured at three lengths or more, against the closed formula of the formats: limit 0 bytes off the line."),
+    "memory.footprint": ("KV cache at 1,048,576 tokens", "Limits: the closed formula within 1 %, 15 GB. Beside it the same in BF16, and with an indexer key taken for all heads wide. Not held here: weights and activations."),
+    "memory.reported": ("What production says of its own size", "Limit: 0 bytes between what is said and what is held."),
+    "memory.transients": ("Allocations of a prefill", "Limit 0 tensors beside the logits, at two capacities and positions; the logits' checksum is the same at every capacity."),
+    "memory.slope": ("Memory over decode steps", "Limits: 0 tensors allocated, 0 bytes more in the state, 50 MB between samples. Not looked at: other processes on the device."),
+    "memory.capacity": ("What a full cache does", "It takes its last token, refuses one more by name and changes nothing that is stored: limit 0 positions changed."),
+    "seconds": ("Time of the run", ""),
+    "reference_cache": ("Reference passes from an earlier run", "Production is never taken from there."),
+}  # fmt: skip
+
+COMMON = {"of": "part", "bf16_gb": "BF16, GB", "lengths": "at tokens", "operations": "by"}
+COLUMNS: dict[str, dict[str, str]] = {
+    "load.books": {"in_checkpoint": "tensors in the checkpoint", "tensors": "tensors consumed", "wrong": "not exactly once"},
+    "load": {"megabytes": "MB", "least_scale": "smallest scale", "checksum_held": "checksum, held", "checksum_stored": "checksum, stored", "different": "values that differ"},
+    "memory.widths": {
+        "name": "row", "values": "values per row", "weights": "rows of the projection that makes it", "written": "bytes written", "held": "bytes kept", "wanted": "bytes due",
+        "beyond": "bytes written elsewhere",
+    },
+    "memory.rate": {
+        "kind": "layer kind", "bytes": "bytes held", "constant_bytes": "constant, bytes", "off_the_line": "bytes off the line", "formula_constant": "formula: constant",
+        "formula_per_token": "formula: per token", "bf16_per_token": "BF16: per token",
+    },
+    "memory.footprint": {
+        "kv_gb": "KV cache, GB", "formula_gb": "closed formula, GB", "buffers_gb": "work buffers, GB", "wrong_width_gb": "wrong width, GB", "wrong_width": "what the wrong width is",
+    },
+    "memory.reported": {
+        "held": "bytes held", "formula": "bytes said", "constant_held": "constant, held", "constant_said": "constant, said", "per_token_held": "per token, held",
+        "per_token_said": "per token, said", "total_over_length": "all bytes over tokens",
+    },
+    "memory.transients": {"max_context": "capacity, tokens", "position": "at token", "count": "tensors allocated", "size_bytes": "bytes allocated", "logits": "checksum of the logits"},
+    "memory.slope": {
+        "allocations": "tensors allocated", "allocated_bytes": "bytes allocated", "state_growth_bytes": "growth of the state, bytes", "live_growth_bytes": "growth of all tensors, bytes",
+        "sampled": "sampled memory", "every": "every steps", "first_mb": "first sample, MB", "last_mb": "last sample, MB", "spread_mb": "largest less smallest, MB",
+    },
+    "memory.capacity": {"capacity": "capacity, tokens", "taken": "tokens taken", "refusals": "one more is refused with", "changed": "stored parts changed", "failed": "what went wrong"},
+    "reference_cache": {"from_cache": "passes from the cache", "computed": "passes computed", "ignored_files": "files ignored", "MB_read": "MB read", "MB_written": "MB written", "not_kept": "why not kept"},
+}  # fmt: skip
+
+
+def title(name: str) -> str:
+    return TITLES[name][0] if name in TITLES else name.replace("_", " ").replace(".", ", ")
+
+
+def note(name: str) -> str:
+    return TITLES[name][1] if name in TITLES else ""
+
+
+def column(name: str, key: str) -> str:
+    """A key of a measurement in words."""
+    return COLUMNS.get(name, {}).get(key) or COMMON.get(key) or key.replace("_", " ")
