@@ -129,18 +129,72 @@ def test_another_choice_of_production_misses_from_there_on(world, computed):
     same_bits({0: audit.values("isolated", point, "decode", (0, STEPS - 1))}, {0: fresh.values("isolated", point, "decode", (0, STEPS - 1))})
 
 
-def replaying_other_experts(audit):
-    """From step 3 on, layer 1's experts are replayed one further."""
+def replaying_other_experts(audit, further=1):
+    """From step 3 on, layer 1's experts are replayed one further, or more."""
     own, experts = audit._choices, audit.config.n_routed_experts
 
     def choose(phase, step):
         choices = own(phase, step)
         if step == 3:
-            choices["layers.1.ffn.experts"] = ((choices["layers.1.ffn.experts"] + 1) % experts).sort(-1).values
+            choices["layers.1.ffn.experts"] = ((choices["layers.1.ffn.experts"] + further) % experts).sort(-1).values
         return choices
 
     audit._choices = choose
     return audit
+
+
+def profiled(audit, red):
+    audit.faulty, audit.red = True, red
+    return replaying_other_experts(audit, 2)
+
+
+def test_the_fault_profile_ends_where_a_layer_alone_is_red_and_pays_for_no_reference(world, computed, monkeypatch):
+    folder, first, _ = computed
+    asked = []
+    audit = profiled(audit_of(world, cache_at(folder)), lambda _audit, phase, step, alone: asked.append((phase, step, alone)) or (alone and step == 3))
+    forbid(monkeypatch, audit.reference, *audit.twins)
+    audit.ensure("decode")
+    assert asked == [("prefill", None, False), ("decode", 3, True)]  # the prefill as a whole, then where other experts are taken
+    assert audit.stopped.endswith("decode step 3")
+    assert audit.cache.computed == 0
+    assert audit.done == {"prefill", "decode"}
+    shown = {point for point in audit.free_points if audit.fired("production", point, "decode", (3, 3))}
+    assert {"layers.1.ffn.experts", "layers.1.ffn.gate"} <= shown
+    assert not {"layers.1.ffn.weights", "layers.2.hc_attn.pre", "logits"} & shown
+    assert audit.reached("production", "logits", (0, STEPS - 1)) == (0, 2)
+    assert audit.reached("isolated", "layers.2.attn.q", (1, STEPS - 1)) == (1, 3)
+    case = next(c for c in selection.layer_cases(audit.config, (2,), ("decode",), STEPS) if c.id == f"decode-L2-attn.q-isolated-steps1to{STEPS - 1}")
+    assert evaluate.judge_case(audit, case, "").rows == 3 * len(ROWS) * audit.config.num_attention_heads
+    late = evaluate.judge_case(audit, selection.Case("decode", "layers.2.attn.q", "free", 2, (4, 5)), "")
+    assert (late.state.value, late.reason) == ("not_run", audit.stopped)
+    before = first.floor("isolated", "layers.2.attn.q").errors
+    assert audit.floor("isolated", "layers.2.attn.q").errors.keys() == before.keys()
+
+
+def test_the_fault_profile_goes_on_where_no_layer_alone_is_red(world, computed):
+    folder, _, _ = computed
+    audit = profiled(audit_of(world, cache_at(folder)), lambda *_: False)
+    fresh = replaying_other_experts(audit_of(world, None), 2)
+    for each in (audit, fresh):
+        each.ensure("decode")
+    assert audit.stopped == ""
+    for mode in ("isolated", "free"):
+        point = "layers.2.attn.core"
+        got, want = audit.floor(mode, point), fresh.floor(mode, point)
+        assert (got.error, got.norm, got.rows) == (want.error, want.norm, want.rows)
+    same_bits({0: audit.values("reference", "logits", "decode", (0, STEPS - 1))}, {0: fresh.values("reference", "logits", "decode", (0, STEPS - 1))})
+    for layer in LAYERS:
+        same_bits(audit._snapshots[layer], fresh._snapshots[layer])
+
+
+def test_a_planted_fault_leaves_no_usual_choices_behind(world, tmp_path):
+    audit = audit_of(world, cache_at(tmp_path))
+    audit.faulty = True
+    audit.ensure("prefill")
+    faulty = len(list(tmp_path.iterdir()))
+    audit = audit_of(world, cache_at(tmp_path))
+    audit.ensure("prefill")
+    assert len(list(tmp_path.iterdir())) == faulty + 1
 
 
 @pytest.mark.parametrize("change", ["prompt", "layers", "code"])
