@@ -45,7 +45,7 @@ def judge_parameters(found: Comparison, where: str, layer: int | None) -> tuple[
             where=first.element, element=first.element, got=first.got, want=first.want,
         )  # fmt: skip
     values = {
-        "of": where, "tensors": found.tensors, "megabytes": found.size_bytes / 1e6, "least_scale": found.least_scale, "largest_scale": found.largest_scale,
+        "of": where, "tensors": found.tensors, "megabytes": found.size_bytes / 1e6, "least_scale": found.least_scale if found.largest_scale else None, "largest_scale": found.largest_scale or None,
         "largest_value": found.largest_value, "checksum_held": f"{found.held_checksum:08x}", "checksum_stored": f"{found.stored_checksum:08x}", "different": len(found.differences),
     }  # fmt: skip
     return verdict, Measurement("load", layer=layer, values=values)

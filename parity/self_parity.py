@@ -25,6 +25,7 @@ from probes.core.queries import Difference, Rows, Stored, observer_costs
 from probes.core.records import Measurement, State, Verdict
 from probes.core.selfparity import SAID, WAYS, SelfParity, Way, table_of, text_of
 from probes.core.trace import grow_last
+from probes.core.wording import plural
 from reference.points import INDICES, LAYER_POINTS, SCORES, spec_of
 
 MAX_CONTEXT = 1024  # of the states: batches of rows need memory for it
@@ -291,7 +292,7 @@ def way_measurement(runs: SelfParity, phase: str, name: str) -> list[Measurement
     way = runs.way(phase, name)
     line = dict(table_of([way])[0])
     values = {
-        "comparison": line["comparison"], "compared": f"{line['points']} points of {line['queries']} queries, {line['state_rows']} stored rows, bit by bit",
+        "comparison": line["comparison"], "compared": f"{plural(line['points'], 'point')} of {plural(line['queries'], 'query', 'queries')}, {plural(line['state_rows'], 'stored row')}, bit by bit",
         "bit_equal": line["bit_equal"], "nearest_to_its_limit": "", "worst_row": line["worst_row"], "floor": 0.0, "limit": 0.0, "first_difference": line["first_difference"], "not_exercised": line["skipped"],
     }  # fmt: skip
     found = [Measurement("self_parity", phase=phase, values=values)]

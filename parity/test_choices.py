@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from parity import choices
+from parity import choices, ladder
 from parity.session import run_of
 
 
@@ -22,6 +22,7 @@ def test_the_other_way_round(layer, phase, exchanged, record, pytestconfig):
     """With the reference's choices production agrees at the layer's output; how often they differ is measured."""
     verdict = choices.judge_exchanged(exchanged, layer, phase)
     measured = choices.measure(exchanged, layer, phase)
-    if measured is not None:
-        run_of(pytestconfig).record(measured)
+    of_formats = ladder.measure(exchanged, layer) if phase == "prefill" else None
+    for one in filter(None, (measured, of_formats)):
+        run_of(pytestconfig).record(one)
     record(verdict)

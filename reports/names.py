@@ -7,6 +7,10 @@ from __future__ import annotations
 
 # name -> (title, note under it)
 TITLES: dict[str, tuple[str, str]] = {
+    "ladder": (
+        "Price of the formats, noise and production's error",
+        "Streams after each layer in prefill, rel-L2 of the median and worst token, free-running. Formats: the reference under production's rounding against one that rounds nothing, each on its own choices. Noise: its twins. Production: against the reference on production's choices. Reported, not judged; decode is not looked at.",
+    ),
     "load.books": ("Checkpoint: every tensor accounted for", "Limit 0 wrong: each needed tensor fills one parameter, once. Not looked at: mtp tensors (listed as ignored)."),
     "load": ("Weights as loaded", "Each parameter read back from the kernels' layout against a direct decode of the checkpoint: limit 0 values. Not looked at: whether the checkpoint's own numbers are the published ones."),
     "memory.widths": ("Widths of what is kept", "Bytes of a row that the first call wrote, against the buffer and the width that the format needs: limit 0 apart."),
@@ -25,7 +29,7 @@ COLUMNS: dict[str, dict[str, str]] = {
     "load.books": {"in_checkpoint": "tensors in the checkpoint", "tensors": "tensors consumed", "wrong": "not exactly once"},
     "load": {"megabytes": "MB", "least_scale": "smallest scale", "checksum_held": "checksum, held", "checksum_stored": "checksum, stored", "different": "values that differ"},
     "memory.widths": {
-        "name": "row", "values": "values per row", "weights": "rows of the projection that makes it", "written": "bytes written", "held": "bytes kept", "wanted": "bytes due",
+        "name": "row", "values": "values per row", "weights": "width that the weights make", "written": "bytes written", "held": "bytes kept", "wanted": "bytes due",
         "beyond": "bytes written elsewhere",
     },
     "memory.rate": {

@@ -10,7 +10,7 @@ import torch
 
 import production
 import reference
-from parity import choices
+from parity import choices, ladder
 from parity.audit import Audit, Plan
 from parity.unit.worlds import prompt, write_checkpoint
 from probes import recall as recall_probe
@@ -96,6 +96,24 @@ def test_production_agrees_on_the_references_choices(layer, phase, exchanged):
     assert values["experts_near_ties"] <= values["experts_differing"] <= values["experts_queries"]
     if layer == 0:  # hash-routed
         assert values["experts_differing"] == 0
+
+
+def test_formats_cost_more_than_noise_and_production_errs_like_noise(exchanged):
+    measured = ladder.measure(exchanged, 3)
+    assert measured is not None
+    values = measured.values
+    assert values["noise_worst"] > 0
+    assert values["noise_typical"] < values["formats_typical"] <= values["formats_worst"]
+    assert values["production_typical"] < values["formats_typical"]
+    audit = exchanged.audit
+    with pytest.MonkeyPatch.context() as patch:
+        plain = audit.values
+        patch.setattr(audit, "values", lambda who, *rest: plain(who, *rest) * (1.5 if who == "production" else 1.0))
+        spoiled = ladder.measure(exchanged, 3)
+    assert spoiled is not None
+    wrong = spoiled.values
+    assert wrong["production_typical"] > 0.4
+    assert wrong["formats_typical"] == values["formats_typical"]
 
 
 def test_a_wrong_layer_output_is_red(exchanged):
