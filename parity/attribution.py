@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from parity import selection
 from parity.gates import OPERATIONS
 from probes.core.records import Divergence, Record, State, Verdict
-from reference.points import spec_of
+from reference.points import spec_of, state_order
 
 WHOLE_PHASE = 1 << 30  # stands for the step of a gate that judges all of decode at once
 
@@ -59,10 +59,16 @@ MADE_BY: dict[str, tuple[str, ...]] = {
 }
 # These serve several parts of the stack: red, they say that the point's own part is wrong.
 SHARED = frozenset({"linear_bf16", "linear_fp32", "sparse_attn"})
-# What these are worth to the whole: the catalogue files FP8 matrices with the experts' formats, and index keys with the indexer.
-FILED = {"linear_fp8": "experts quant", "store_index_keys": "indexer"}
-# Encoders that two rooms share: both red is one cause, filed under the catalogue's component for it.
-ENCODERS = ((("act_quant", "store_window"), "KV quant", "the e4m3 encoder"), (("hadamard_e2m1", "store_index_keys"), "experts quant", "the e2m1 encoder"))
+# The catalogue files index keys with the indexer, not with the KV cache.
+FILED = {"store_index_keys": "indexer"}
+# Formats that two rooms share: both red is one cause, filed under the catalogue's component for it.
+FORMATS = (
+    (("act_quant", "store_window"), "KV quant", "the e4m3 encoder"),
+    (("hadamard_e2m1", "store_index_keys"), "experts quant", "the e2m1 encoder"),
+    (("linear_fp8", "sparse_attn"), "experts quant", "the e4m3 decoder"),
+)
+# Where only rotary dims are off: what turns them, then what stores them.
+TURNS = ("token_positions", "rope_frequencies", "rope", "store_window", "store_entries")
 # Whole runs of a small model, judged alone: they see what operations did together, after the operations themselves.
 COMPOSED = ("load", "restore", "stored", "chunking", "checked", "rope", "memory", "batching")
 # Where a fault of one batch row shows that no operation alone shows: whose row is read.
@@ -153,7 +159,8 @@ def cause(first: Verdict, failed: Sequence[Verdict]) -> tuple[str, str]:
         v = parameters[0]
         return v.component or own, f"{v.point.removeprefix('load.')} is not what the checkpoint stores"
     red = {v.gate.removeprefix("operation."): v for v in reversed(failed) if v.gate.startswith("operation.")}
-    if "restore" in red and first.mode == "isolated":
+    part = first.point.partition(".state.")[2]
+    if part and part != "length" and "restore" in red and f".{part}" in red["restore"].reason:
         return red["restore"].component or own, f"a state that is exported and imported does not come back: {red['restore'].reason}"
     if first.gate.startswith("operation."):
         return _of_operation(first.gate.removeprefix("operation."), own, red)
@@ -163,7 +170,7 @@ def cause(first: Verdict, failed: Sequence[Verdict]) -> tuple[str, str]:
     made_by = [op for op in MADE_BY.get(name, ()) if op in red]
     explained = own != spec_of(first.point).component  # the gate itself saw what kind of difference it is
     if explained:
-        made_by = [op for op in made_by if op == "token_positions"]
+        made_by = [op for op in made_by if own == "rope" and op in TURNS]
     for op in made_by:
         component, because = _of_operation(op, own, red)
         return component, because or f"operation {op} alone is red, too"
@@ -174,8 +181,19 @@ def cause(first: Verdict, failed: Sequence[Verdict]) -> tuple[str, str]:
     return own, first.details.get("because", "")
 
 
+def operations_behind(point: str) -> frozenset[str]:
+    """Operations that can be why a point, or a part of a state, is wrong: those that make it, and others with the same format."""
+    after = state_order(point)
+    name = _name_of(point if after is None else after)
+    made_by = set(MADE_BY.get(name or "", ()))
+    for pair, _, _ in FORMATS:
+        if made_by & set(pair):
+            made_by |= set(pair)
+    return frozenset(made_by)
+
+
 def _of_operation(op: str, own: str, red: dict[str, Verdict]) -> tuple[str, str]:
-    for pair, component, said in ENCODERS:
+    for pair, component, said in FORMATS:
         if op in pair and all(one in red for one in pair):
             return component, f"{said}: operations {' and '.join(pair)} alone are red"
     if op in OPERATIONS:

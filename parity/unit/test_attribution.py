@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from parity.attribution import MADE_BY, first_divergence
+from parity.attribution import MADE_BY, first_divergence, operations_behind
 from parity.gates import OPERATIONS
 from parity.unit.worlds import config_dict
 from probes.core.records import Divergence, State, Verdict
@@ -96,7 +97,8 @@ def test_outside_of_the_chain_parameters_then_operations_then_whole_runs_then_me
     [
         ("attn.q_norm", ["act_quant"], "experts quant"),
         ("attn.q_norm", ["act_quant", "store_window"], "KV quant"),
-        ("attn.q_norm", ["linear_fp8"], "experts quant"),
+        ("attn.q_norm", ["linear_fp8"], "attention projections"),
+        ("attn.q_norm", ["linear_fp8", "sparse_attn"], "experts quant"),
         ("attn.q", ["rope"], "rope"),
         ("attn.q", ["token_positions", "rope"], "batching"),
         ("attn.kv", ["store_window"], "KV quant"),
@@ -123,6 +125,9 @@ def test_what_the_gate_itself_saw_stands_but_for_wrong_positions():
     assert found(q, operation("linear_fp8")).component == "rope"
     assert found(q, operation("linear_fp8")).because == "only the rotary dims are off"
     assert found(q, operation("token_positions")).component == "batching"
+    kv = red("layers.2.attn.kv", component="rope")
+    assert found(kv, operation("store_window")).component == "KV quant"
+    assert found(kv, operation("rope"), operation("store_window")).component == "rope"
     assert found(red("layers.2.attn.core", component="sink"), operation("sparse_attn")).component == "sink"
 
 
@@ -134,10 +139,19 @@ def test_a_wrong_parameter_of_the_same_layer_comes_before_all():
     assert "layers.2.attn.wq_a.weight is not what the checkpoint stores" in found(q, parameter(2, "checkpoint loading", "layers.2.attn.wq_a.weight")).because
 
 
-def test_a_state_that_does_not_come_back_explains_a_layer_alone():
-    core = red("layers.2.state.kv", "decode", steps=(0, 0))
-    assert found(core, operation("restore", "SWA ring")).component == "SWA ring"
-    assert found(red("layers.2.attn.core", "decode", "free", steps=(0, 0)), operation("restore", "SWA ring")).component == "attention core"
+def test_a_state_that_does_not_come_back_explains_that_part_of_it():
+    keys = red("layers.2.state.indexer.compressor.entries", "decode", steps=(0, 0))
+    back = replace(operation("restore", "indexer"), reason="2 of 30 differ: state layers.2.indexer.compressor.entries, logits of the next step")
+    assert found(keys, back).component == "indexer"
+    assert found(red("layers.2.state.kv", "decode", steps=(0, 0), component="SWA ring"), back).component == "SWA ring"
+    assert found(red("layers.2.state.length", "decode", steps=(0, 0), component="batching"), replace(back, reason="state layers.0.length")).component == "batching"
+    assert found(red("layers.2.attn.core", "decode", steps=(0, 0)), back).component == "attention core"
+
+
+def test_operations_behind_a_point_and_a_part_of_the_state():
+    assert operations_behind("layers.2.attn.core") == {"sparse_attn", "linear_fp8"}
+    assert {"store_window", "rope", "act_quant"} <= operations_behind("layers.2.state.kv")
+    assert operations_behind("nonsense") == frozenset()
 
 
 def test_only_later_rows_of_a_batch():

@@ -151,7 +151,12 @@ def profiled(audit, red):
 def test_the_fault_profile_ends_where_a_layer_alone_is_red_and_pays_for_no_reference(world, computed, monkeypatch):
     folder, first, _ = computed
     asked = []
-    audit = profiled(audit_of(world, cache_at(folder)), lambda _audit, phase, step, alone: asked.append((phase, step, alone)) or (alone and step == 3))
+
+    def red(_audit, phase, step, alone):
+        asked.append((phase, step, alone))
+        return alone and step == 3
+
+    audit = profiled(audit_of(world, cache_at(folder)), red)
     forbid(monkeypatch, audit.reference, *audit.twins)
     audit.ensure("decode")
     assert asked == [("prefill", None, False), ("decode", 3, True)]  # the prefill as a whole, then where other experts are taken
