@@ -195,6 +195,8 @@ def operations_behind(point: str) -> frozenset[str]:
 def _of_operation(op: str, own: str, red: dict[str, Verdict]) -> tuple[str, str]:
     for pair, component, said in FORMATS:
         if op in pair and all(one in red for one in pair):
+            if pair[0] == "act_quant" and "linear_fp8" in red:  # what reads weights is wrong, too: no encoder, but the scales
+                return "experts quant", "operations act_quant, store_window and linear_fp8 alone are red: their scales"
             return component, f"{said}: operations {' and '.join(pair)} alone are red"
     if op in OPERATIONS:
         component = own if op in SHARED else FILED.get(op, OPERATIONS[op].component)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,12 +144,31 @@ class Plan:
 
 @dataclass
 class Crash:
-    """Production stopped with an exception: where, and the last line of it."""
+    """Production stopped with an exception: where, the first line of it, and the part of the stack that it names or came from."""
 
     phase: str
     step: int | None
     where: str
     message: str
+    component: str = ""
+
+
+# Words of a message, a file or a function, and whose they are; the first in this order wins.
+CRASHED_IN = (
+    ("indexer", "indexer"), ("topk", "indexer"), ("compressor", "compressor"), ("sparse_attn", "attention core"), ("rope", "rope"), ("hyper_connection", "mHC"),
+    ("hc_", "mHC"), ("ring", "SWA ring"), ("window", "SWA ring"), ("sink", "sink"), ("expert", "experts quant"), ("swiglu", "experts quant"), ("gate", "MoE router"),
+    ("cache.py", "memory"), ("workspace.py", "memory"), ("weights.py", "checkpoint loading"),
+)  # fmt: skip
+
+
+def component_of_crash(error: BaseException) -> str:
+    """What an exception's message names; else what its frames in production are, the innermost first; empty: neither."""
+    frames = [f"{Path(f.filename).name} {f.name}" for f in reversed(traceback.extract_tb(error.__traceback__)) if Path(f.filename).parent.name in ("production", "ops")]
+    for text in (str(error), *frames):
+        for word, component in CRASHED_IN:
+            if word in text.lower():
+                return component
+    return ""
 
 
 @dataclass
@@ -278,7 +298,7 @@ class Audit:
         except Exception as error:
             traceback.print_exc()
             lines = str(error).strip().splitlines() or [""]
-            self.crash = Crash(phase, step, where, f"{type(error).__name__}: {lines[0][:300]}")
+            self.crash = Crash(phase, step, where, f"{type(error).__name__}: {lines[0][:300]}", component_of_crash(error))
             return False
         return True
 

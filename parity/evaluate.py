@@ -241,10 +241,12 @@ def _as_mask(entries: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 def _judge_choice(
     audit: Audit, base: Verdict, got: Tensor, want: Tensor, scores: Tensor, valid: Tensor, noise: float, what: str, due: Tensor,
+    own: Tensor | None = None,
 ) -> Verdict:  # fmt: skip
-    """Sets equal, or every difference a near-tie: the reference's score gap is below twice the twins' worst score error.
+    """Sets equal, or every difference a near-tie: the reference's score gap is below twice the twins' worst score error, or it is
+    no larger than production's own error on these very scores: its own scores, which have a gate of their own, say what it chose.
 
-    scores [b, s, e] are the reference's, -inf where a choice is not allowed; due [b, s] is how many must be chosen.
+    scores [b, s, e] are the reference's, -inf where a choice is not allowed; own: production's; due [b, s] is how many must be chosen.
     """
     width = scores.shape[-1]
     got_mask, got_bad = _as_mask(got, width)
@@ -256,12 +258,20 @@ def _judge_choice(
     gap = scores.masked_fill(~left_out, -math.inf).amax(-1) - scores.masked_fill(~taken, math.inf).amin(-1)
     gap = torch.where(left_out.any(-1) & taken.any(-1), gap, torch.where((left_out | taken).any(-1), torch.inf, 0.0))
     limit = 2 * noise
-    wrong = valid & ((got_bad > 0) | short | ~(gap <= limit) & differs)
+    follows = torch.zeros_like(differs)
+    if own is not None:
+        own = grow_last(own, width, -math.inf)[..., :width].double()
+        follows = own.masked_fill(~taken, math.inf).amin(-1) >= own.masked_fill(~left_out, -math.inf).amax(-1)
+        follows &= left_out.any(-1) & taken.any(-1) & gap.isfinite()
+    wrong = valid & ((got_bad > 0) | short | ~((gap <= limit) | follows) & differs)
     near = differs & ~wrong
     compared = int(valid.sum())
     value = float(gap[differs].max()) if differs.any() else 0.0
-    details: dict[str, Any] = {"differing_queries": int(differs.sum()), "noise": noise}
+    beyond = differs & ~(gap <= limit)
+    details: dict[str, Any] = {"differing_queries": int(differs.sum()), "noise": noise, "by_own_scores": int((beyond & ~wrong).sum())}
     where: list[int] = []
+    explained = float(gap[beyond & ~wrong].max()) if (beyond & ~wrong).any() else 0.0
+    limit = max(limit, explained)  # what production's own scores explain is as good as a tie
     state, reason = (State.PASS, "") if compared else (State.NOT_RUN, "nothing was compared")
     if wrong.any():
         firsts = wrong.nonzero()
@@ -275,7 +285,7 @@ def _judge_choice(
             reason += f"; {int(got_bad[b, s])} not allowed or twice"
     return replace(
         base, metric="score gap of differing choices", state=state, reason=reason, value=value, limit=limit, spent=value / limit if limit > 0 else (0.0 if value == 0 else math.inf),
-        floor=noise, k=2.0, eps=0.0, why="a choice may differ only where the reference's scores are closer than twice the twins' worst score error",
+        floor=noise, k=2.0, eps=0.0, why="a choice may differ only where the reference's scores are closer than twice the twins' worst score error, or than production's own error on them",
         where=where, rows=compared, near_ties=int(near.sum()), details=details,
     )  # fmt: skip
 
@@ -287,7 +297,14 @@ def _judge_selected(audit: Audit, case: Case, base: Verdict, got: Tensor, want: 
         scores = torch.full((*scores.shape[:-1], 1), -math.inf)
     noise = audit.floor(case.mode, score_point).absolute
     due = scores.isfinite().sum(-1).clamp(max=audit.config.index_topk)
-    return _judge_choice(audit, base, got, want, scores.double(), valid, noise, "entries", due)
+    return _judge_choice(audit, base, got, want, scores.double(), valid, noise, "entries", due, _own_scores(audit, case, score_point))
+
+
+def _own_scores(audit: Audit, case: Case, point: str) -> Tensor | None:
+    """What production chose by; None where its tap did not fire at every step."""
+    who = "isolated" if case.mode == "isolated" else "production"
+    expected = 1 if case.steps is None else case.steps[1] - case.steps[0] + 1
+    return audit.values(who, point, case.phase, case.steps) if audit.fired(who, point, case.phase, case.steps) == expected else None
 
 
 def _judge_experts(audit: Audit, case: Case, base: Verdict, got: Tensor, want: Tensor, valid: Tensor) -> Verdict:
@@ -301,8 +318,9 @@ def _judge_experts(audit: Audit, case: Case, base: Verdict, got: Tensor, want: T
         scores = torch.where(wanted, 0.0, -math.inf)  # the table is the law: nothing else is allowed
         due = wanted.sum(-1)
         return _judge_choice(audit, base, got, want, scores.double(), valid, 0.0, "experts", due)
-    scores = scores + audit.reference.router_bias(layer).double()
-    return _judge_choice(audit, base, got, want, scores, valid, audit.floor(case.mode, gate_point).absolute, "experts", due)
+    bias, own = audit.reference.router_bias(layer).double(), _own_scores(audit, case, gate_point)
+    own = None if own is None else own.double() + bias
+    return _judge_choice(audit, base, got, want, scores + bias, valid, audit.floor(case.mode, gate_point).absolute, "experts", due, own)
 
 
 def _judge_visible(audit: Audit, case: Case, base: Verdict, got: Tensor, want: Tensor, valid: Tensor) -> Verdict:

@@ -296,9 +296,11 @@ def _turn(item: pytest.Item) -> int:
     name = item.path.name
     if "model_case" in getattr(item, "fixturenames", ()):
         return 0
+    if "no_kernel_leaves" in item.name:
+        return len(NAMING)  # before anything else that runs a model: what writes outside of its memory may end the process
     if (name == "test_operations_whole.py" and "comes_back" not in item.name) or "awkward" in item.name:
-        return len(NAMING)
-    return next((i for i, start in enumerate(NAMING) if name.startswith(start)), len(NAMING))
+        return len(NAMING) + 1
+    return next((i for i, start in enumerate(NAMING) if name.startswith(start)), len(NAMING) + 2)
 
 
 def not_due(item: pytest.Item) -> str:
@@ -307,7 +309,7 @@ def not_due(item: pytest.Item) -> str:
     if run is None or run.profile != "faults" or not run.red:
         return ""
     turn = _turn(item)
-    if turn == len(NAMING):
+    if turn >= len(NAMING):
         return "the fault profile: a gate is red already"
     if NAMING[turn] == "test_operations" and "comes_back" not in item.name:
         behind = run.operations_behind()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -197,15 +197,30 @@ def explained_core(audit: Audit, verdict: Verdict) -> Verdict:
     if scale is not None:
         said = f"rows are right at {scale:.4g} times the softmax scale of head_dim^-0.5"
         return replace(verdict, component="rope", details={**verdict.details, "because": said + " (YaRN's amplitude would do that)"})
-    said = "the keys seen, q and the stored rows are right; no factor of a row and no softmax scale explains it: what attention reads of the cache"
+    if verdict.phase == "prefill" and _another_key(audit, verdict.layer, off):
+        said = "each wrong row is the right one with one more or one less key than attention says it reads"
+        return replace(verdict, component="visibility mask", details={**verdict.details, "because": said})
+    said = "the keys seen, q and the stored rows are right; no factor of a row, no softmax scale and no single key explains it: what attention reads of the cache"
     return replace(verdict, component="KV quant", details={**verdict.details, "because": said})
 
 
-def _softmax_scale(audit: Audit, layer: int, off: Tensor) -> float | None:
-    """The one factor of the softmax scale that makes plain attention over production's own keys what production wrote; None: there is none.
+@dataclass(frozen=True)
+class _Sample:
+    """Wrong rows of one batch row of an isolated prefill, and what attention had there: b = 1, a few queries.
 
-    off [b, s, h] rows that are wrong
+    q, core [1, s, h, d]; visible [1, s, k]; position [1, s]; keys of the whole row; rows [s, h] which of them are wrong
     """
+
+    q: Tensor
+    core: Tensor
+    visible: Tensor
+    position: Tensor
+    keys: Keys
+    rows: Tensor
+
+
+def _wrong_rows(audit: Audit, layer: int, off: Tensor) -> _Sample | None:
+    """off [b, s, h] rows that are wrong; None where a tap did not fire."""
     c, name = audit.config, f"layers.{layer}.attn"
     b = int(off.any(-1).sum(-1).argmax())
     queries = off[b].any(-1).nonzero().flatten()
@@ -215,14 +230,44 @@ def _softmax_scale(audit: Audit, layer: int, off: Tensor) -> float | None:
         return None
     q, visible, core = (audit.values("isolated", f"{name}.{point}", "prefill")[b : b + 1, queries] for point in ("q", "visible", "core"))
     keys = _tables(audit, "isolated", layer, ("prefill",))
-    keys = Keys(keys.window[b : b + 1], keys.entries[b : b + 1])
-    position, rows = _positions(audit, "prefill")[b : b + 1, queries], off[b, queries]
-    sink = audit.reference.blocks[layer].attn.attn_sink
+    return _Sample(q, core, visible, _positions(audit, "prefill")[b : b + 1, queries], Keys(keys.window[b : b + 1], keys.entries[b : b + 1]), off[b, queries])
+
+
+def _plain(audit: Audit, layer: int, sample: _Sample, scale: float = 1.0) -> Tensor:
+    """Plain attention [s, h, d] over what production stored and says it reads."""
+    c, sink = audit.config, audit.reference.blocks[layer].attn.attn_sink
+    return attend(sample.q.double() * scale, sample.visible, sample.position, sample.keys, sink, c.sliding_window, c.ratio(layer)).out[0]
+
+
+def _another_key(audit: Audit, layer: int, off: Tensor) -> bool:
+    """Nearly every wrong row is (1 - p) times the right one plus p times one stored key, for some p and key of its own.
+
+    A key read beyond those shown gives p > 0, one left out p < 0.
+    """
+    sample = _wrong_rows(audit, layer, off)
+    if sample is None:
+        return False
+    plain, got = _plain(audit, layer, sample)[sample.rows], sample.core[0][sample.rows].double()  # [rows, d]
+    table = torch.cat((sample.keys.window, sample.keys.entries), 1)[0]
+    table = table[~table.isnan().any(-1)].double()  # [n, d]
+    toward = table[None] - plain[:, None]  # [rows, n, d]
+    p = ((got - plain)[:, None] * toward).sum(-1) / toward.square().sum(-1).clamp(min=torch.finfo(torch.float64).tiny)
+    left = (plain[:, None] + p[..., None] * toward - got[:, None]).norm(dim=-1) / got.norm(dim=-1)[:, None]
+    return bool((left.amin(-1) <= 1e-2).double().mean() >= 0.9)
+
+
+def _softmax_scale(audit: Audit, layer: int, off: Tensor) -> float | None:
+    """The one factor of the softmax scale that makes plain attention over production's own keys what production wrote; None: there is none.
+
+    off [b, s, h] rows that are wrong
+    """
+    sample = _wrong_rows(audit, layer, off)
+    if sample is None:
+        return None
 
     def worst(scale: float) -> float:
-        out = attend(q.double() * scale, visible, position, keys, sink, c.sliding_window, c.ratio(layer)).out
-        error, _ = row_errors(core, out, 1)
-        return float(error[0][rows].nan_to_num(math.inf).max())
+        error, _ = row_errors(sample.core, _plain(audit, layer, sample, scale)[None], 1)
+        return float(error[0][sample.rows].nan_to_num(math.inf).max())
 
     exponents = torch.linspace(-2, 2, SCALES).tolist()
     best = min(exponents, key=lambda e: worst(2.0**e))
