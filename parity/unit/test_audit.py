@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.audit import Floor
+from parity.audit import Floor, component_of_crash
 from probes.core.rows import absent_rows, replayable, row_errors
 from reference.points import SCORES, VALUES
 
@@ -114,3 +115,20 @@ def test_replayable_experts_fill_every_slot_once(values):
     assert len(set(out)) == 3
     assert out == sorted(out)
     assert {v for v in values if 0 <= v < 8} <= set(out)
+
+
+@pytest.mark.parametrize(
+    ("message", "component"),
+    [("indexer keys: buffer for keys of 1024, the compressor makes keys of 128", "indexer"), ("hc_pre: block 3 reads past X", "mHC"), ("out of memory", "")],
+)
+def test_a_crash_is_filed_by_what_its_message_names(message, component):
+    assert component_of_crash(ValueError(message)) == component
+
+
+def test_a_crash_without_a_name_is_filed_by_where_it_came_from():
+    from production import weights
+
+    nothing: Any = None
+    with pytest.raises(AttributeError) as caught:
+        weights.load_weights(nothing, nothing)
+    assert component_of_crash(caught.value) == "checkpoint loading"

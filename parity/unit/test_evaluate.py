@@ -144,10 +144,30 @@ def test_before_the_first_entry_there_is_no_score_and_that_is_compared():
 SCORES_ROW = torch.tensor([[[0.9, 0.8, 0.5, 0.499, 0.1, -INF]]], dtype=torch.float64)
 
 
-def choice(got, want=(0, 1, 2), noise=0.001, due=3):
+def choice(got, want=(0, 1, 2), noise=0.001, due=3, own=None):
     valid = torch.tensor([[True]])
     no_audit: Any = None
-    return evaluate._judge_choice(no_audit, BASE, torch.tensor([[list(got)]]), torch.tensor([[list(want)]]), SCORES_ROW, valid, noise, "entries", torch.tensor([[due]]))
+    by = None if own is None else torch.tensor([[list(own)]])
+    return evaluate._judge_choice(no_audit, BASE, torch.tensor([[list(got)]]), torch.tensor([[list(want)]]), SCORES_ROW, valid, noise, "entries", torch.tensor([[due]]), by)
+
+
+def test_a_choice_that_productions_own_scores_make_is_no_error_of_the_choice():
+    verdict = choice((0, 1, 4), own=(0.9, 0.8, 0.5, 0.3, 0.6, -INF))
+    assert verdict.state is State.PASS
+    assert (verdict.near_ties, verdict.details["by_own_scores"]) == (1, 1)
+    assert verdict.limit == pytest.approx(0.4)  # and how large the gap is that its scores must answer for
+
+
+@pytest.mark.parametrize(
+    ("got", "own"),
+    [
+        ((0, 1, 4), (0.9, 0.8, 0.5, 0.499, 0.1, -INF)), ((0, 1, 4), (0.9, 0.8, NAN, 0.4, 0.6, -INF)), ((0, 1, 5), (0.9, 0.8, 0.5, 0.4, 0.1, 0.7)),
+        ((0, 1), (0.9, 0.8, 0.1, 0.1, 0.1, -INF)), ((0, 0, 1), (0.9, 0.8, 0.1, 0.1, 0.1, -INF)),
+    ],
+    ids=["its scores say otherwise", "a score is NaN", "not allowed", "one too few", "twice"],
+)  # fmt: skip
+def test_own_scores_excuse_nothing_else(got, own):
+    assert choice(got, own=own).state is State.FAIL
 
 
 def test_the_same_set_in_another_order_passes():

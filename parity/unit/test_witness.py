@@ -5,15 +5,17 @@ Faults are planted in production's own calls (ops.*), so that kernels, caches an
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import pytest
 import torch
 
 import production
 import reference
-from parity import gates, measure, witness
+from parity import evaluate, gates, measure, selection, witness
 from parity.audit import TWIN_ORDERS, Audit, Plan
 from parity.unit.worlds import prompt, write_checkpoint
 from probes.core.records import State
@@ -96,6 +98,67 @@ def test_a_tap_that_never_fired_is_not_run(checkpoint, models):
     del audit.passes["production", "decode", 3].passes["decode", 3].chunks["layers.0.attn.q"]
     assert witness.judge_core(audit, 0, "decode").state is State.NOT_RUN
     assert witness.judge_core(audit, 0, "prefill").state is State.PASS
+
+
+# ---- what a wrong attn.core points to ----
+
+
+def explained(audit, layer, phase, spoil):
+    """The verdict on an isolated attn.core that `spoil(core)` gave, in what was recorded only."""
+    point = f"layers.{layer}.attn.core"
+    steps = None if phase == "prefill" else (0, 0)
+    key = (phase, None if phase == "prefill" else 0)
+    chunks = audit.passes["isolated", *key].passes[key].chunks
+    kept = chunks[point]
+    chunks[point] = [spoil(torch.cat(kept, 1).clone())]
+    try:
+        verdict = evaluate.judge_case(audit, selection.Case(phase, point, "isolated", layer, steps), "")
+        assert verdict.state is State.FAIL
+        return witness.explained_core(audit, verdict)
+    finally:
+        chunks[point] = kept
+
+
+def test_rows_off_by_a_factor_point_to_the_sink(clean):
+    for phase in ("prefill", "decode"):
+        found = explained(clean, CSA, phase, lambda core: core * (1 + 0.2 * torch.arange(core.shape[2])[:, None] / core.shape[2] + 0.1))
+        assert found.component == "sink", phase
+        assert "times 1.1 to" in found.details["because"]
+
+
+def test_another_softmax_scale_points_to_yarn(clean):
+    def sharper(core):
+        found: Any = witness._wrong_rows(clean, CSA, torch.ones(core.shape[:3], dtype=torch.bool))
+        b = 0
+        q, visible = (clean.values("isolated", f"layers.{CSA}.attn.{name}", "prefill")[b : b + 1] for name in ("q", "visible"))
+        whole = dataclasses.replace(found, q=q, visible=visible, position=witness._positions(clean, "prefill")[b : b + 1])
+        core[b] = witness._plain(clean, CSA, whole, 1.63)
+        return core
+
+    found = explained(clean, CSA, "prefill", sharper)
+    assert found.component == "rope"
+    assert "right at 1.63 times the softmax scale" in found.details["because"]
+
+
+@pytest.mark.parametrize("share", [0.3, -0.2], ids=["one key more", "one key less"])
+def test_one_key_more_or_less_points_to_the_mask(clean, share):
+    kv = clean.values("isolated", f"layers.{CSA}.attn.kv", "prefill")
+
+    def mixed(core):
+        core[0, 5:] = (1 - share) * core[0, 5:] + share * kv[0, 2:-3, None]
+        return core
+
+    found = explained(clean, CSA, "prefill", mixed)
+    assert found.component == "visibility mask"
+
+
+def test_anything_else_points_to_what_is_read_of_the_cache(clean):
+    torch.manual_seed(0)
+    for phase in ("prefill", "decode"):
+        found = explained(clean, CSA, phase, lambda core: core + 0.2 * core.norm(dim=-1, keepdim=True) * torch.randn(core.shape) / core.shape[-1] ** 0.5)
+        assert found.component == "KV quant", phase
+    found = explained(clean, CSA, "prefill", lambda core: core.masked_fill(torch.rand(core.shape[:3])[..., None] < 0.1, math.nan))
+    assert (found.component, found.details["because"]) == ("attention core", "values that are not finite")
 
 
 # ---- faults ----
