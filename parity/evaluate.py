@@ -406,7 +406,7 @@ def whole_phase(audit: Audit, who: str, point: str, phase: str) -> Tensor | None
 def _why_missing(audit: Audit, point: str) -> str:
     if audit.crash is not None:
         return f"production stopped in {audit.crash.phase}: {audit.crash.message}"
-    return f"tap {point} did not fire in every pass"
+    return audit.stopped or f"tap {point} did not fire in every pass"
 
 
 # ---- residual ----

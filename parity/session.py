@@ -35,7 +35,7 @@ from parity.isolation import REPRO, strength, strengthened, with_repro
 from parity.measure import measurements
 from parity.mechanisms import mechanisms, unexercised
 from probes.core import inputs
-from probes.core.records import Coverage, Divergence, Header, Kernel, Ledger, Record, State, Verdict, summarise
+from probes.core.records import Coverage, Divergence, Header, Kernel, Ledger, Measurement, Record, State, Verdict, summarise
 from probes.core.wording import plural
 from reference.checkpoint import Checkpoint
 from reference.config import InputError
@@ -521,6 +521,8 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     facts: list[Record] = [] if narrowed else list(coverage(run))
     for record in [*facts, *measurements(run.audit), *run.audit.cache_facts(), *mechanisms(run.audit, ledger.records), *kernels(run)]:
         ledger.write(record)
+    if run.audit.stopped:
+        ledger.write(Measurement("early end", values={"reason": run.audit.stopped}))
     divergence = first_divergence(ledger.records, places_of_model(run.audit.config, run.audit.layers_run), loaded=run.load_crash is None)
     divergence = strengthened(divergence, ledger.records, run.audit)
     divergence = with_repro(divergence, ledger.records, run.audit, run.report_dir, str(_near(run.report_dir / REPRO)), command_line(config))
@@ -586,13 +588,17 @@ def deselected(items: Sequence[pytest.Item]) -> None:
 
 
 def coverage(run: Run) -> list[Coverage]:
-    """Every asked cell of phase x point x mode, and how often its tap fired."""
+    """Every asked cell of phase x point x mode, and how often its tap fired; after an early end, of what had begun."""
     assert run.audit is not None
     cells = []
     for phase, point, layer, mode, who in run.audit.coverage_points():
         steps = None if phase == "prefill" else (0, run.steps - 1)
         expected = 1 if steps is None else run.steps
         observed = run.audit.fired(who, point, phase, steps)
+        if run.audit.stopped and observed < expected:
+            if not observed:
+                continue  # nobody asked for it any more; the header says where the run ended
+            expected = observed
         cells.append(Coverage(phase, layer, point, mode, expected, observed))
     return cells
 

@@ -51,7 +51,7 @@ def _missing(audit: Audit, base: Verdict, points: list[tuple[str, str]], phase: 
     for who, point in points:
         fired = audit.fired(who, point, phase, _steps(audit, phase))
         if fired < max(expected, 1):
-            reason = f"tap {point} fired {fired} of {expected} times in {who}"
+            reason = audit.stopped or f"tap {point} fired {fired} of {expected} times in {who}"
             if audit.crash is not None:
                 reason = f"production stopped in {audit.crash.phase}: {audit.crash.message}"
             return replace(base, reason=reason)

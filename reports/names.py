@@ -21,6 +21,7 @@ TITLES: dict[str, tuple[str, str]] = {
     "memory.slope": ("Memory over decode steps", "Limits: 0 tensors allocated, 0 bytes more in the state, 50 MB between samples. Not looked at: other processes on the device."),
     "memory.capacity": ("What a full cache does", "It takes its last token, refuses one more by name and changes nothing that is stored: limit 0 positions changed."),
     "seconds": ("Time of the run", ""),
+    "early end": ("Where the fault profile ended", "Once a gate is red the models are not run further; what was not run then is no part of the verdict."),
     "reference_cache": ("Reference passes from an earlier run", "Production is never taken from there."),
 }  # fmt: skip
 

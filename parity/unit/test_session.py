@@ -152,6 +152,7 @@ BAD_ARGUMENTS = {
     "layer 9": (("--layers", "9"), "layers 0-7"),
     "backwards": (("--layers", "3-1"), "runs backwards"),
     "phase": (("--phase", "both ways"), "prefill, decode or both"),
+    "profile": (("--profile", "quick"), "full or faults"),
     "no steps": (("--phase", "decode", "--steps", "0"), "no decode step"),
     "steps": (("--steps", "1_0"), "--steps 1_0"),
     "context": (("--max-context", "10"), "--max-context is 10"),
@@ -293,6 +294,30 @@ def test_a_choice_whose_tap_never_fires_is_not_run_and_the_rest_is_judged(shell)
     _, verdicts, _ = shell.records()
     assert {v.point for v in verdicts if v.state is State.NOT_RUN} == {"layers.0.ffn.experts"}
     assert {v.point for v in verdicts if v.state is State.PASS} == {"layers.0.ffn.gate"}
+
+
+def test_the_fault_profile_ends_once_a_gate_is_red_and_names_it(shell):
+    fault = shell.fault("production/model.py", "a = self.hc_ffn.pre(buf.X_half, step)", "a = self.hc_ffn.pre(buf.X, step)")
+    code, out, _ = shell("parity/test_layers.py", "parity/test_mixing.py", "parity/test_operations_dense.py", *SMALL, *fault)
+    assert code == 1
+    assert last_lines(out)[0] == "fail"
+    header, verdicts, summary = shell.records()
+    assert any(note.startswith("fault profile") for note in header.notes)
+    first = summary.first_divergence
+    assert first is not None
+    assert (first.point, first.phase, first.component, first.local) == ("layers.0.hc_ffn.pre", "prefill", "mHC", True)
+    reasons = {v.test_id.split("::")[0]: v.reason for v in verdicts if v.state is State.NOT_RUN}
+    assert reasons["parity/test_mixing.py"].endswith("a gate is red already")
+    assert reasons["parity/test_operations_dense.py"].endswith("does not make the first point that is red")
+    assert {v.reason for v in verdicts if v.phase == "decode" and v.gate == "hc_ffn.X"} == {"the fault profile stops where a gate is red: prefill"}
+
+
+def test_the_fault_profile_of_a_right_production_is_a_whole_audit(shell):
+    shell("parity/test_layers.py", "parity/test_mixing.py", *SMALL, "--profile", "faults")
+    _, verdicts, summary = shell.records()
+    assert {v.state for v in verdicts} == {State.PASS}
+    assert {v.phase for v in verdicts} >= {"prefill", "decode"}
+    assert summary.first_divergence is None
 
 
 def test_production_that_stops_in_decode_fails_and_what_came_before_is_judged(shell):
