@@ -198,6 +198,8 @@ def _of_operation(op: str, own: str, red: dict[str, Verdict]) -> tuple[str, str]
             if pair[0] == "act_quant" and "linear_fp8" in red:  # what reads weights is wrong, too: no encoder, but the scales
                 return "experts quant", "operations act_quant, store_window and linear_fp8 alone are red: their scales"
             return component, f"{said}: operations {' and '.join(pair)} alone are red"
+    if op == "sparse_attn" and own == OPERATIONS[op].component and "batching" in red:
+        return "batching", f"operation {op} alone is red, and a row alone differs from the same row in an uneven batch"
     if op in OPERATIONS:
         component = own if op in SHARED else FILED.get(op, OPERATIONS[op].component)
         return component, f"operation {op} alone is red"

@@ -199,16 +199,16 @@ def _checked(config: pytest.Config) -> Run:
     Checkpoint(directory, range(max(layers) + 1))
     if max_context > model_config.max_position_embeddings:
         raise InputError(f"--max-context {max_context}: the checkpoint's max_position_embeddings is {model_config.max_position_embeddings}")
-    prompts = [inputs.read_prompt(spec, directory, model_config.vocab_size) for spec in option("--prompt") or [DEFAULT_PROMPT]]
-    longest = max(len(prompt.ids) for prompt in prompts)
-    needed = longest + (steps if "decode" in phases else 0)
-    if needed > max_context:
-        raise InputError(f"prompt of {plural(longest, 'token')} and {plural(needed - longest, 'step')} need {plural(needed, 'token')}, --max-context is {max_context}")
     fault = None
     if option("--inject") is not None:
         fault = planted.find_fault(option("--inject"), None if option("--faults") is None else config.invocation_params.dir / option("--faults"))
     elif option("--faults") is not None:
         raise InputError("--faults needs --inject ID")
+    prompts = [inputs.read_prompt(spec, directory, model_config.vocab_size) for spec in option("--prompt") or list(fault.prompts if fault else ()) or [DEFAULT_PROMPT]]
+    longest = max(len(prompt.ids) for prompt in prompts)
+    needed = longest + (steps if "decode" in phases else 0)
+    if needed > max_context:
+        raise InputError(f"prompt of {plural(longest, 'token')} and {plural(needed - longest, 'step')} need {plural(needed, 'token')}, --max-context is {max_context}")
     return Run(
         config, phases, layers, steps if "decode" in phases else 0, max_context, option("--device"), directory, prompts, fault, _report_dir(option("--report"), config), profile=profile,
     )  # fmt: skip
@@ -310,7 +310,8 @@ def not_due(item: pytest.Item) -> str:
         return ""
     turn = _turn(item)
     if turn >= len(NAMING):
-        return "the fault profile: a gate is red already"
+        alone = "row_alone" in item.name and run.operations_behind() is None  # tells whether an operation is wrong for later rows only
+        return "" if alone else "the fault profile: a gate is red already"
     if NAMING[turn] == "test_operations" and "comes_back" not in item.name:
         behind = run.operations_behind()
         words = {"positions" if op == "token_positions" else op.split("_")[0] for op in behind or ()}

@@ -160,6 +160,12 @@ def test_only_later_rows_of_a_batch():
     assert found(red("layers.2.attn.compressor", batch_rows=[1])).component == "compressor"
 
 
+def test_attention_alone_that_is_wrong_in_a_batch_only():
+    assert found(operation("sparse_attn"), operation("batching")).component == "batching"
+    assert found(operation("sparse_attn")).component == "attention core"
+    assert found(operation("compressor"), operation("batching")).component == "compressor"
+
+
 def test_every_operation_of_the_table_exists_and_every_value_has_one():
     assert {op for made in MADE_BY.values() for op in made} <= set(OPERATIONS)
     assert {spec.name for spec in (*LAYER_POINTS, *MODEL_POINTS)} == set(MADE_BY)
