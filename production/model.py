@@ -321,8 +321,8 @@ class Transformer:
 
 
 def _chunk_of(given: Choices, c0: int, c1: int) -> dict[str, Tensor]:
-    """Columns c0 to c1 of given choices, as [T, k]."""
-    return {name: value[:, c0:c1].reshape(-1, value.shape[-1]).contiguous() for name, value in given.items()}
+    """Columns c0 to c1 of given choices, as [T, k]; k is 0 where no entry exists yet."""
+    return {name: value[:, c0:c1].flatten(0, 1).contiguous() for name, value in given.items()}
 
 
 def load(

@@ -527,6 +527,20 @@ def test_given_choices_are_used_and_own_choices_are_shown(loaded) -> None:
     assert seen["layers.2.ffn.weights"][0].shape == (1, 60, k)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_choices_of_width_zero_are_replayed_where_no_entry_exists(tokens: int, loaded) -> None:
+    model = loaded("small")
+    text, csa = ids(model, tokens), "layers.1.attn.selected"
+    none = torch.zeros(1, tokens, 0, dtype=torch.int64)
+    state = model.new_state(1)
+    want = model.prefill(text, model.new_state(1))
+    assert torch.equal(model.prefill(text, state, choices={csa: none}), want)
+    if tokens == 1:
+        plain = model.new_state(1)
+        model.prefill(text, plain)
+        assert torch.equal(model.decode(text[:, 0], state, choices={csa: none}), model.decode(text[:, 0], plain))
+
+
 # ---- loading ----
 
 
