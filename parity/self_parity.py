@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from parity import gates
-from parity.audit import Audit
+from parity.audit import Audit, Floor
 from parity.evaluate import judge_values
 from parity.gates import GATES
 from parity.stored import component_of_part, judge_part, row_of_table
 from probes.core.compare import differing, selection_margin
 from probes.core.queries import Difference, Rows, Stored, observer_costs
 from probes.core.records import Measurement, State, Verdict
+from probes.core.rows import score_unit
 from probes.core.selfparity import SAID, WAYS, SelfParity, Way, table_of, text_of
 from probes.core.trace import grow_last
 from probes.core.wording import plural
@@ -32,7 +33,19 @@ MAX_CONTEXT = 1024  # of the states: batches of rows need memory for it
 # What is judged of a layer in the free-running chain; isolated: every point.
 FREE_POINTS = ("attn.kv", "attn.compressor", "attn.indexer.compressor", "attn.out", "hc_ffn.X")
 MODEL_POINTS = ("hc_head", "norm", "logits")
+# The audit's own text may end before a layer finishes its first entry, where the longer text here has some: then the floor of
+# what is normed, rotated and rounded likewise in every run, and for scores that of the queries that they are made of.
+INSTEAD = {"attn.compressor": "attn.kv", "attn.indexer.compressor": "attn.indexer.q", "attn.indexer.score": "attn.indexer.q"}
 EQUAL = "the same kernels on the same numbers give the same bits"
+
+
+def floor_of(audit: Audit, mode: str, layer: int | None, name: str) -> tuple[Floor, str]:
+    """The noise floor of a point (`attn.kv`, or of the model), or of another point of its kind where it has none; said for a limit's `why`."""
+    at = "" if layer is None else f"layers.{layer}."
+    floor = audit.floor(mode, at + name)
+    if floor.rows or name not in INSTEAD:
+        return floor, ""
+    return replace(audit.floor(mode, at + INSTEAD[name]), unit=0.0), f"; floor of {INSTEAD[name]}: the audit's text shows no {name} in this layer"
 
 
 # ---- what is asked ----
@@ -202,7 +215,11 @@ def _judge_point(audit: Audit, base: Verdict, name: str, mode: str, got: Rows, w
     g, w = got.values[name], want.values[name]
     if spec.kind == SCORES:  # before the first entry there is nothing to score: both must say so
         g, w = (grow_last(value, max(1, value.shape[-1]), -math.inf) for value in (g, w))
-    return judge_values(one, spec, GATES[spec.name], mode, g, w, _valid(got), audit.floor(mode, name))
+    floor, instead = floor_of(audit, mode, base.layer, spec.name)
+    if instead and spec.kind == SCORES:
+        floor.unit = score_unit(w)
+    verdict = judge_values(one, spec, GATES[spec.name], mode, g, w, _valid(got), floor)
+    return replace(verdict, why=verdict.why + instead)
 
 
 def judge_seen(audit: Audit, runs: SelfParity, layer: int) -> Verdict:
@@ -248,7 +265,9 @@ def _choice_scores(audit: Audit, runs: SelfParity, layer: int, want: Rows) -> li
     score = f"layers.{layer}.attn.indexer.score"
     if score in runs.points:
         scores = want.values[score]
-        found.append(("attn.selected", grow_last(scores, max(1, scores.shape[-1]), -math.inf), _noise(audit, score)))
+        floor = audit.floor("isolated", score)
+        noise = floor.absolute if floor.rows else GATES["attn.indexer.score"].isolated * score_unit(scores)
+        found.append(("attn.selected", grow_last(scores, max(1, scores.shape[-1]), -math.inf), noise))
     gate = f"layers.{layer}.ffn.gate"
     scores = want.values[gate].double() + audit.reference.router_bias(layer).double()
     found.append(("ffn.experts", scores, 0.0 if audit.config.is_hash(layer) else _noise(audit, gate)))
@@ -275,8 +294,9 @@ def verdict_of_stored(audit: Audit, base: Verdict, parts: Sequence[Stored], laye
     old, found = sum(part.old for part in parts), []
     for part in parts:
         one = replace(base, point=f"layers.{layer}.state.{part.part}")
-        floor = audit.floor(mode, f"layers.{layer}.{row_of_table(part.part)[1]}")
-        found += judge_part(one, part, mode, floor)[:1]  # where old rows have changed, the written ones say no more
+        floor, instead = floor_of(audit, mode, layer, row_of_table(part.part)[1])
+        judged = judge_part(one, part, mode, floor)[:1]  # where old rows have changed, the written ones say no more
+        found += [replace(verdict, why=verdict.why + instead) for verdict in judged]
     if not found:
         return replace(base, reason="no step stored anything")
     nowhere = Rows({}, torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))

@@ -108,6 +108,30 @@ def test_decode_is_near_prefill(healthy):
         assert verdict.mode == "model"
 
 
+@pytest.mark.parametrize("mode", ["isolated", "free"])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_where_the_audits_text_finishes_no_entry_a_floor_of_the_same_kind_is_taken(layer, mode, model):
+    """132 tokens here, so that the HCA layer finishes one too; the audit's text had none in any layer."""
+    runs = SelfParity(model, torch.tensor(prompt(132, 128)), 140)
+    plain = audit_of(runs)
+
+    def floor(_mode, point):
+        if point.endswith(("attn.compressor", "indexer.compressor", "indexer.score")):
+            return Floor()
+        return plain.floor(_mode, point)
+
+    audit: Any = SimpleNamespace(**{**vars(plain), "floor": floor})
+    judged = [judge(audit, runs, SelfCase("decode", kind, "", layer, mode)) for kind in ("decode", "stored")]
+    assert [verdict.state for verdict in judged] == [State.PASS, State.PASS], [verdict.reason for verdict in judged]
+    parts = runs.stored(layer, alone=mode == "isolated")
+    stored = next(part for part in parts if part.part == "compressor.entries")
+    assert stored.got.shape[1] > 0
+    verdict = verdict_of_stored(audit, Verdict("self.stored", "", "model", State.NOT_RUN, "", layer=layer), [stored], layer, mode)
+    assert "floor of attn.kv: the audit's text shows no attn.compressor in this layer" in verdict.why
+    assert verdict.floor == pytest.approx(1e-3)
+    assert judge(audit, runs, SelfCase("decode", "seen", "", layer)).state is State.PASS
+
+
 def test_what_does_not_fit_is_said(healthy):
     way = healthy.way("prefill", "chunked")
     assert way.skipped == [f"split at {n}" for n in (127, 128, 129, 255, 256, 257)]
