@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class Floor:
     rows            twin rows seen; 0 means there is no floor
     unit            typical size, of one score (SCORES) or of a free-running row; no row is measured by less. 0: by its own
     errors          relative L2 of every row, by twin, phase and step
+    sizes           SCORES: error, norm's error and size of every row of `errors`, [3, rows], per score: the unit may change
     """
 
     error: float = 0.0
@@ -68,6 +70,7 @@ class Floor:
     rows: int = 0
     unit: float = 0.0
     errors: dict[int, dict[PassKey, Tensor]] = field(default_factory=dict)
+    sizes: dict[int, dict[PassKey, Tensor]] = field(default_factory=dict)
 
     def typical(self, passes: Sequence[PassKey] | None = None) -> float:
         """The largest median over the twins, of the rows of these passes (None: all)."""
@@ -102,18 +105,39 @@ class Floor:
             self.norm = max(self.norm, float(norm[use].max()))
             self.rows += int(use.sum())
             self.errors.setdefault(twin, {})[key] = error[use]
+            if kind == SCORES:
+                size, got_size = (x.double().norm(dim=-1) for x in (want, got))
+                parts = torch.stack(((got - want).double().norm(dim=-1), (got_size - size).abs(), size)) / seen.sum(-1).clamp_min(1).sqrt()
+                self.sizes.setdefault(twin, {})[key] = parts[:, use]
+
+    def measure_by(self, unit: float) -> None:
+        """Measure rows of scores by another typical size than the one that they came with."""
+        if unit == self.unit:
+            return
+        self.unit, self.error, self.norm = unit, 0.0, 0.0
+        for twin, by_pass in self.sizes.items():
+            for key, (off, off_norm, size) in by_pass.items():
+                by = size.clamp_min(unit)
+                error, norm = (torch.where(by > 0, x / by.clamp_min(torch.finfo(x.dtype).tiny), torch.where(x > 0, torch.inf, 0.0)) for x in (off, off_norm))
+                self.errors[twin][key] = error
+                self.error, self.norm = max(self.error, float(error.max())), max(self.norm, float(norm.max()))
 
     def copy(self) -> Floor:
         """As it is now: what is merged later does not show in it."""
-        return replace(self, errors={twin: dict(by_pass) for twin, by_pass in self.errors.items()})
+        errors, sizes = ({twin: dict(by_pass) for twin, by_pass in each.items()} for each in (self.errors, self.sizes))
+        return replace(self, errors=errors, sizes=sizes)
 
     def merge(self, other: Floor) -> None:
-        """Take in the floor of further passes."""
+        """Take in the floor of further passes; of scores, also the typical size that they know."""
+        if self.sizes and other.sizes:
+            self.measure_by(other.unit)
         self.error, self.norm, self.absolute = max(self.error, other.error), max(self.norm, other.norm), max(self.absolute, other.absolute)
         self.rows += other.rows
         self.unit = self.unit or other.unit
         for twin, by_pass in other.errors.items():
             self.errors.setdefault(twin, {}).update(by_pass)
+        for twin, by_pass in other.sizes.items():
+            self.sizes.setdefault(twin, {}).update(by_pass)
 
 
 def _spread(valid: Tensor, like: Tensor) -> Tensor:
@@ -253,6 +277,7 @@ class Audit:
         self.history: list[ReferencePass] = []  # passes of the reference so far, computed or from the cache
         self._computed = 0  # how many of them this process has computed: the reference's own state stands there
         self.clamped = self._clamped_here = 0  # gate and up values of the reference beyond swiglu_limit: all passes, the last one
+        self._units: dict[tuple[str, str, int | None, str], float] = {}
         self._snapshots: Snapshots = {}  # judged layers' reference state after the last pass
         self._left: dict[int, dict[str, Tensor] | str] = {}  # production's, of the isolated layers, or why there is none
 
@@ -589,17 +614,29 @@ class Audit:
     def _new_floor(self, mode: str, point: str) -> Floor:
         """An empty floor, with the typical size over the prompt: of the reference's scores, and in free runs of its rows.
 
-        What earlier layers hand down is as large in a small row as in a large one.
+        What earlier layers hand down is as large in a small row as in a large one. Where the prompt has none, the first step that
+        has one counts; of scores the median over the steps so far, as the first ones are few and may all be near zero.
         """
         floor, kind = Floor(), spec_of(point).kind
-        want = self.get("reference", point, "prefill")
-        if kind == SCORES:
-            floor.unit = score_unit(want.masked_fill(~self.prefill_valid[..., None], -torch.inf))
-        elif kind == VALUES and mode == "free":
-            size = want[self.prefill_valid].double().flatten(1).norm(dim=-1)
-            size = size[size.isfinite() & (size > 0)]
-            floor.unit = float(size.median()) if len(size) else 0.0
+        if kind == SCORES or (kind == VALUES and mode == "free"):
+            there = (unit for one in self.history if (unit := self._unit(point, one)))
+            floor.unit = next(there, 0.0)
+            if kind == SCORES and floor.unit != self._unit(point, self.history[0]):
+                floor.unit = median([floor.unit, *there])
         return floor
+
+    def _unit(self, point: str, one: ReferencePass) -> float:
+        """Typical size in one pass of the reference, of a score or of a row; 0: there is none."""
+        name = (point, one.phase, one.step, one.key)
+        if name not in self._units:
+            want, valid = self.get("reference", point, one.phase, one.step), self.valid(one.phase)
+            if spec_of(point).kind == SCORES:
+                self._units[name] = score_unit(want.masked_fill(~valid[..., None], -torch.inf))
+            else:
+                size = want[valid].double().flatten(1).norm(dim=-1)
+                size = size[size.isfinite() & (size > 0)]
+                self._units[name] = float(size.median()) if len(size) else 0.0
+        return self._units[name]
 
     # ---- what the tests read ----
 

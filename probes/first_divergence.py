@@ -202,8 +202,8 @@ class Passes:
         return Place(phase, step, point, mode, float(different.sum()), where, int(valid.sum()), near_ties=near)
 
     def _unit(self, point: str, want: Trace, valid: Tensor) -> float:
-        """Typical size of one score, from the first pass; a row of scores is not measured by less."""
-        if spec_of(point).kind == SCORES and point not in self.unit:
+        """Typical size of one score, from the first pass that has one; a row of scores is not measured by less."""
+        if spec_of(point).kind == SCORES and not self.unit.get(point):
             self.unit[point] = score_unit(want.get(point).masked_fill(~valid[..., None], -math.inf))
         return self.unit.get(point, 0.0)
 

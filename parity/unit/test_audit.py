@@ -88,6 +88,34 @@ def test_a_row_of_scores_near_zero_is_measured_by_what_scores_are():
     assert alone.error == pytest.approx(1.0)
 
 
+def test_first_scores_near_zero_are_measured_by_what_later_ones_are():
+    """A prompt of three tokens has no score; the first step has one, by chance near zero."""
+    valid, found = torch.tensor([[True]]), Floor()
+    for step, (size, unit) in enumerate([(0.02, 0.02), (1.0, 0.51), (1.5, 1.0)]):
+        want = torch.full((1, 1, step + 1), size)
+        floor = Floor(unit=unit)
+        floor.add(want + 0.01, want, SCORES, 1, valid, 0, ("decode", step))
+        found.merge(floor)
+    assert found.unit == 1.0
+    assert found.error == pytest.approx(0.01)
+    assert found.norm == pytest.approx(0.01)
+    assert torch.cat(list(found.errors[0].values())).tolist() == pytest.approx([0.01, 0.01, 0.01 / 1.5])
+
+
+def test_a_floor_measured_anew_is_what_it_would_have_been():
+    generator = torch.Generator().manual_seed(1)
+    want = torch.randn(2, 7, 5, generator=generator).masked_fill(torch.arange(5) > torch.arange(7)[:, None] - 2, -INF)
+    got, valid = want + 0.1 * torch.randn(2, 7, 5, generator=generator), torch.arange(7) < torch.tensor([[7], [4]])
+    early, late = Floor(unit=0.1), Floor(unit=0.9)
+    for floor in (early, late):
+        floor.add(got, want, SCORES, 1, valid)
+    assert early.error > late.error
+    early.measure_by(0.9)
+    assert torch.allclose(early.errors[0]["prefill", None], late.errors[0]["prefill", None])
+    assert early.error == pytest.approx(late.error)
+    assert early.norm == pytest.approx(late.norm)
+
+
 def test_typical_row_is_of_the_asked_passes_only():
     floor = Floor()
     want, valid = torch.ones(1, 1, 4), torch.tensor([[True]])

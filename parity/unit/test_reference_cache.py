@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from statistics import median
 
 import pytest
 import torch
@@ -77,6 +78,24 @@ def test_a_cached_run_gives_identical_verdicts_and_computes_no_reference(world, 
     same_bits(second.twin_values, first.twin_values)
     for layer in LAYERS:
         same_bits(second._snapshots[layer], first._snapshots[layer])
+
+
+def test_a_prompt_without_a_score_takes_the_typical_one_from_its_steps_cached_or_not(world, tmp_path):
+    rows = [ROWS[0][:3], ROWS[1][:2]]
+    audits = [audit_of(world, cache, rows) for cache in (None, cache_at(tmp_path), cache_at(tmp_path))]
+    expected, *others = (verdicts_of(audit) for audit in audits)
+    assert others == [expected, expected]
+    assert (audits[2].cache.found, audits[2].cache.computed) == (STEPS + 2, 0)
+    scores = next(point for point in audits[0].free_points if point.endswith("indexer.score"))
+    for mode in ("isolated", "free"):
+        found = [audit.floor(mode, scores) for audit in audits]
+        sizes = [audits[0]._unit(scores, one) for one in audits[0].history]
+        assert sizes[0] == 0
+        assert found[0].unit == median(filter(None, sizes))
+        for floor in found[1:]:
+            assert (floor.unit, floor.error, floor.norm, floor.absolute, floor.rows) == (found[0].unit, found[0].error, found[0].norm, found[0].absolute, found[0].rows)
+            for twin, by_pass in found[0].errors.items():
+                same_bits(floor.errors[twin], by_pass)
 
 
 def test_without_a_cache_the_verdicts_are_the_same(world, computed):
