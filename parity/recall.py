@@ -25,6 +25,7 @@ from probes.core.trace import Trace
 from probes.recall import SIDES, csa_layers, queries, select
 from production.launch import Device
 from production.weights import inv_freq
+from reference.points import spec_of
 
 FREE_EXACT = ("prefill",)  # phases in which the reference without rounding is run
 
@@ -100,6 +101,13 @@ class RunRecall:
     rows: int
 
 
+def near_tie_noise(audit: Audit, mode: str, point: str) -> float:
+    """How far a score may be off by its own gate: entries whose scores are closer are near-ties. What a row may be off by is a
+    share of its size, so per score a share of the typical one; twins that agree bit for bit are no witness of 0."""
+    gate, floor = GATES[spec_of(point).name], audit.floor(mode, point)
+    return gate.k(mode) * floor.absolute + gate.eps(mode) * floor.unit
+
+
 def over_the_run(audit: Audit, exact: ExactRun, layer: int, phase: str) -> RunRecall | None:
     """Entries that production chose (CSA), or that attention read (other layers: every complete one is due). None: a tap is missing."""
     audit.ensure(phase)
@@ -121,7 +129,7 @@ def over_the_run(audit: Audit, exact: ExactRun, layer: int, phase: str) -> RunRe
         return RunRecall(found[0], found[1], None, int(valid.sum()))
     k, want = audit.config.index_topk, audit.values("reference", score, phase, span)
     same = [
-        recall(*queries(side, want, valid), k, audit.floor(mode, score).absolute) for side, mode in ((isolated, "isolated"), (free, "free"))
+        recall(*queries(side, want, valid), k, near_tie_noise(audit, mode, score)) for side, mode in ((isolated, "isolated"), (free, "free"))
     ]
     no_format = None
     if phase in FREE_EXACT:
@@ -143,6 +151,7 @@ def judge_run(audit: Audit, exact: ExactRun, layer: int, phase: str) -> tuple[Ve
     verdict = judge(base, found.isolated, found.rows)
     if name != "selected":
         return verdict, []
+    verdict = replace(verdict, details={**verdict.details, "noise": near_tie_noise(audit, "isolated", f"layers.{layer}.attn.indexer.score")})
     k = audit.config.index_topk
     return verdict, [
         Measurement("recall", layer=layer, phase=phase, point=point, values=_values("the run, isolated", found.isolated, None, keys=None, k=k)),

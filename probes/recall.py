@@ -39,6 +39,7 @@ from production import ops
 from production.launch import Device, open_device
 from production.weights import inv_freq
 from reference.config import InputError, ModelConfig
+from reference.formats import INDEX_BLOCK, decode_e2m1, decode_e8m0
 
 DESCRIPTION = "Recall@k of production's indexer selection, on the prompt and on long and adversarial key sets."
 EXAMPLE = "python -m probes.recall --layers 2 --keys 16384 --k 512 --queries 4"
@@ -63,7 +64,8 @@ def select(dev: Device, case: Case, frequencies: Tensor) -> Selection:
     selected = torch.full((T, case.k), -1, dtype=torch.int32, device=where)
     ops.indexer_score(dev, rounded, case.weights.to(where), keys, scales, position, row, score, ratio=4)
     ops.topk(dev, score, position, selected, ratio=4)
-    return Selection(selected.cpu(), score.cpu())
+    scored = (decode_e2m1(keys[0, :E].cpu()).view(E, -1, INDEX_BLOCK) * decode_e8m0(scales[0, :E].cpu())[..., None]).view(E, di)
+    return Selection(selected.cpu(), score.cpu(), rounded.cpu().float(), scored)
 
 
 def csa_layers(config: ModelConfig, layers: Sequence[int]) -> tuple[int, ...]:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from parity import gates, planted
-from parity.recall import judge, judge_set
+from parity.audit import Floor
+from parity.recall import judge, judge_run, judge_set
 from probes.core.recall import (
     KINDS,
     best,
+    either_way,
     hadamard,
     make_case,
     material_of,
@@ -112,6 +117,26 @@ def test_the_worst_query_counts_not_the_mean():
     assert found.mean > 0.9999
     assert found.worst_query == 7
     assert judge(BASE, found, 400).state is State.FAIL
+
+
+def lost_in_the_run(gap):
+    """An isolated step that took the fourth best of five entries for the third; the twins' scores agree to 1e-7."""
+    values = {"selected": torch.tensor([[[1, 2, 3]]]), "score": torch.tensor([[[1.0, 3.0, 2.0, 1.0 - gap, -2.0]]])}
+    audit: Any = SimpleNamespace(
+        config=SimpleNamespace(kind=lambda _: "csa", index_topk=3), plan=SimpleNamespace(steps=1), crash=None, ensure=lambda _: None, fired=lambda *_: 1,
+        values=lambda _, point, *__: values[point.rpartition(".")[2]], valid_over=lambda *_: torch.ones(1, 1, dtype=torch.bool),
+        positions=lambda *_: torch.tensor([[20]]), floor=lambda *_: Floor(error=1e-7, absolute=1e-7, rows=9, unit=2.0),
+    )  # fmt: skip
+    never: Any = None
+    return judge_run(audit, never, 2, "decode")[0]
+
+
+def test_over_the_run_scores_within_their_own_gate_are_near_ties():
+    gate = gates.GATES["attn.indexer.score"]
+    near = lost_in_the_run(0.0043)
+    assert (near.state, near.near_ties) == (State.PASS, 1)
+    assert near.details["noise"] == pytest.approx(gate.k("isolated") * 1e-7 + gate.isolated * 2.0)
+    assert lost_in_the_run(2.5 * near.details["noise"]).state is State.FAIL
 
 
 # ---- oracles ----
@@ -246,6 +271,54 @@ PLANTED = {
     ),
     "B042 top-k over 2048 entries": ("real", [edit("kernels/topk.cu", "const int seen = visible_entries(p, ratio, E);\n  if (seen <= k)", "const int seen = min(2048, visible_entries(p, ratio, E));\n  if (seen <= k)")]),
 }  # fmt: skip
+
+A_COSINE_ONE_ULP_OFF = edit("kernels/rope.cu", "const float c = cosf(angle), s =", "const float c = nextafterf(cosf(angle), 2.0f), s =")
+
+
+def queries_at_a_tie(case, heads=64):
+    """The case with queries that hold a pair of dims which an ulp of its cosine rounds the other way; the other dims are random."""
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.randn(20_000, 32, 2, generator=generator).bfloat16().float()
+    angle = case.position[0].float() * FREQ
+    c, s = angle.cos(), angle.sin()
+    sides = [round_bf16(pairs[..., 0] * c - pairs[..., 1] * s) for c in (c, torch.nextafter(c, torch.tensor(2.0)))]
+    rows, at = (sides[0] != sides[1]).nonzero()[:6].T.tolist()
+    q = torch.randn(len(rows), heads, 128, generator=generator)
+    for t, (row, pair) in enumerate(zip(rows, at, strict=True)):
+        q[t, :, 64 + 2 * pair : 66 + 2 * pair] = pairs[row, pair]
+    position = case.position[:1].expand(len(rows))
+    return replace(case, q=q, weights=torch.full((len(rows), heads), 0.01), position=position, q_angle=position)
+
+
+def test_a_query_rounded_the_other_way_at_a_tie_is_no_wrong_score():
+    """All scores of the query move by 1e-4 and more; the sums over it are right."""
+    case = queries_at_a_tie(make_case("real", random_material(8, 128, seed=6), 2048, 256, 1))
+    copy = planted.plant(planted.Fault("ulp", "ulp", (A_COSINE_ONE_ULP_OFF,)))
+    try:
+        verdicts, measured = judge_set(open_device("cpu", kernels_dir=copy / "kernels"), case, FREQ)
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+    assert measured.values["either_way"] > 0
+    assert measured.values["rounded_otherwise"] == 0
+    assert [verdict.state for verdict in verdicts] == [State.PASS, State.PASS], verdicts
+
+
+def test_a_rounding_that_no_tie_excuses_stays_as_it_is_meant(device):
+    case = make_case("real", random_material(8, 128, seed=6), 512, 64, 2)
+    made = select(device, case, FREQ)
+    meant, _ = same_format(case, FREQ)
+    assert torch.equal(made.q, meant)
+    size = meant[0].abs().amax(-1) * case.weights[0].abs()
+    head = int(size.argmax())
+    at = int(meant[0, head].abs().argmax())
+    q = meant.clone()
+    q[0, head, at] *= 2 / 3  # a step of its format, or two
+    assert torch.equal(either_way(case.q, case.q_angle, FREQ, meant, q), meant)
+    wrong = oracle(case, FREQ, (q, made.keys)).float()
+    facts = measure_case(case, FREQ, replace(made, q=q, scores=wrong))[2]
+    assert (facts["either_way"], facts["rounded_otherwise"]) == (0, 1)
+    assert facts["score_typical"] > 3 * facts["noise_typical"] + gates.OPERATIONS["indexer_score"].gate.isolated
+
 
 # What recall alone lets pass, and what shows in the typical score: top-k leaves it right, a wrong scale is mostly the same one.
 BELOW_THE_GATE = {"B036 head weights in bf16"}

@@ -26,6 +26,7 @@ RATIO = 4  # tokens of an entry in the layers that have an indexer
 JITTER = 0.25  # of a key's root mean square: far more than a step of its format
 BLOCK = 16_384  # entries scored at a time
 INF = math.inf
+EPS = 2.0**-24  # of one rounding to FP32
 
 
 # ---- what is scored ----
@@ -181,7 +182,7 @@ def hadamard(x: Tensor) -> Tensor:
 def rotate(x: Tensor, position: Tensor, inv_freq: Tensor, inverse: bool = False) -> Tensor:
     """The last 2 * len(inv_freq) dims of x [rows, ..., di] turned by position [rows] * inv_freq, adjacent pairs; fp32 angles."""
     angle = position.float()[:, None] * inv_freq.float()
-    cos, sin = (f(angle.double()).to(x.dtype).view(len(x), *[1] * (x.dim() - 2), -1) for f in (torch.cos, torch.sin))
+    cos, sin = (f(angle.double()).to(x.dtype).view(len(x), *[1] * (x.dim() - 2), angle.shape[1]) for f in (torch.cos, torch.sin))
     if inverse:
         sin = -sin
     still, turned = x[..., : -2 * angle.shape[1]], x[..., -2 * angle.shape[1] :]
@@ -201,6 +202,38 @@ def _rounded(x: Tensor, angle: Tensor, inv_freq: Tensor) -> Tensor:
 def same_format(case: Case, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     """q and keys as stored, fp32. Weights stay FP32, as the score kernel takes them: on the bf16 grid most sums would be exact."""
     return _rounded(case.q, case.q_angle, inv_freq), _rounded(case.keys, case.key_angle, inv_freq)
+
+
+def either_way(x: Tensor, angle: Tensor, inv_freq: Tensor, meant: Tensor, made: Tensor) -> Tensor:
+    """`meant` (what _rounded makes of x), with those values of `made` instead that FP32 sums may as well come to.
+
+    A rounding is the last of a chain: an ulp of a cosine moves a bf16 value that lies at a tie, and that one an e2m1 value. What
+    the rotation and the Hadamard sums may be off by in FP32 is carried through; a value beyond its two ends stays as it was meant.
+    """
+    found = meant.clone()
+    for rows in (made != meant).flatten(1).any(1).nonzero()[:, 0].split(BLOCK):
+        low, high = _either_end(x[rows], angle[rows], inv_freq)
+        excused = (made[rows] >= low) & (made[rows] <= high)
+        found[rows] = torch.where(excused, made[rows], meant[rows])
+    return found
+
+
+def _either_end(x: Tensor, angle: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest value that _rounded may come to where it is computed in FP32."""
+    some = round_bf16(x).double()
+    turned, size = rotate(some, angle, inv_freq), some.abs()
+    r = 2 * len(inv_freq)
+    both = (size[..., -r::2] + size[..., -r + 1 :: 2]).repeat_interleave(2, -1)  # |a| + |b| of every pair
+    slack = torch.zeros_like(size)
+    slack[..., -r:] = 8 * EPS * both  # cosf and sinf within 2 ulp, products and their sum rounded
+    low, high = (round_bf16((turned + sign * slack).float()).double() for sign in (-1, 1))
+    nearest = round_bf16(turned.float()).double()
+    n = x.shape[-1]
+    # Any of the bf16 steps, and FP32 sums of n terms in whatever order.
+    slack = ((high - low).sum(-1, keepdim=True) + (math.log2(n) + 1) * EPS * nearest.abs().sum(-1, keepdim=True)) * n**-0.5
+    sums = hadamard(nearest)
+    ends = [round_e2m1_blocks(round_bf16(torch.copysign((sums.abs() + sign * slack).clamp_min(0), sums).float())) for sign in (-1, 1)]
+    return torch.minimum(*ends), torch.maximum(*ends)
 
 
 def _scores(q: Tensor, weights: Tensor, keys: Iterable[Tensor], halves: bool = False) -> Tensor:
@@ -356,23 +389,31 @@ def recall(selected: Tensor, scores: Tensor, k: int, noise: Tensor | float) -> R
 
 @dataclass(frozen=True)
 class Selection:
-    """What production made of a case: selected [T, k] int, its own scores [T, E] fp32; -inf where it did not look."""
+    """What production made of a case: selected [T, k] int, its own scores [T, E] fp32, -inf where it did not look; and what it
+    scored: q [T, hi, di] and keys [E, di] as it rounded and stored them, fp32 values."""
 
     selected: Tensor
     scores: Tensor
+    q: Tensor
+    keys: Tensor
 
 
 def measure_case(case: Case, inv_freq: Tensor, made: Selection) -> tuple[Recall, Recall, dict[str, Any]]:
     """Recall against the same-format oracle and against the exact one, and facts.
 
-    noise, score_error   largest noise; worst |production's score - the same-format oracle's|: above the noise where a key or
-                         query was rounded the other way
+    either_way           values of q and keys that production rounded the other way at a tie, as FP32 sums may: the same-format
+                         oracle scores production's there. One of q would move all scores of its query
+    rounded_otherwise    those that no tie excuses: the oracle scores what is meant
+    noise, score_error   largest noise; worst |production's score - the same-format oracle's|
     score_typical        median over entries, worst query, of that error over the query's largest score; noise_typical  the same
-                         of the FP32 sums. Roundings that fall the other way are rare, so they do not show here
+                         of the FP32 sums
     own_topk_wrong       entries by which the selection differs from the best of production's own scores
     tied                 neighbours of equal score in the oracle's order
     """
-    stored = same_format(case, inv_freq)
+    meant = same_format(case, inv_freq)
+    stored = (
+        either_way(case.q, case.q_angle, inv_freq, meant[0], made.q), either_way(case.keys, case.key_angle, inv_freq, meant[1], made.keys)
+    )  # fmt: skip
     scores = oracle(case, inv_freq, stored)
     noise = score_noise(case, stored, scores)
     same = recall(made.selected, scores, case.k, noise)
@@ -386,6 +427,8 @@ def measure_case(case: Case, inv_freq: Tensor, made: Selection) -> tuple[Recall,
     inside = made.selected.cpu().long().clamp(-1, scores.shape[1] - 1)
     got = torch.zeros(len(own), scores.shape[1] + 1, dtype=torch.bool).scatter_(1, inside + 1, True)[:, 1:]
     facts = {
+        "either_way": sum(int((a != b).sum()) for a, b in zip(stored, meant, strict=True)),
+        "rounded_otherwise": sum(int((a != b).sum()) for a, b in zip(stored, (made.q, made.keys), strict=True)),
         "noise": float(noise.masked_fill(~visible, 0.0).max()), "score_error": float(off.max()), "score_typical": typical[0], "noise_typical": typical[1],
         "own_topk_wrong": int((chosen & ~got).sum()), "tied": int((_hidden(scores, case.complete).sort(1).values.diff(dim=1) == 0).sum()),
     }  # fmt: skip
