@@ -225,7 +225,7 @@ def _judge_point(audit: Audit, base: Verdict, name: str, mode: str, got: Rows, w
 def judge_seen(audit: Audit, runs: SelfParity, layer: int) -> Verdict:
     """Decode and prefill of one position see the same keys, choose the same entries and experts up to near-ties."""
     point = f"layers.{layer}.attn.visible"
-    base = Verdict("self.visible", point, "model", State.NOT_RUN, "queries that see or choose otherwise", layer=layer, phase="decode", component="visibility mask", local=True, why="which keys a query sees is exact; a choice may differ where prefill's scores are closer than twice the twins' worst score error")
+    base = Verdict("self.visible", point, "model", State.NOT_RUN, "queries that see or choose otherwise", layer=layer, phase="decode", component="visibility mask", local=True, why="which keys a query sees is exact; a choice may differ where prefill's scores are closer than twice what their gate lets them be off")
 
     def judge() -> Verdict:
         got, want = runs.decoded_alone(layer)
@@ -260,22 +260,23 @@ def judge_seen(audit: Audit, runs: SelfParity, layer: int) -> Verdict:
 
 
 def _choice_scores(audit: Audit, runs: SelfParity, layer: int, want: Rows) -> list[tuple[str, Tensor, float]]:
-    """(point, what prefill chose by, the twins' worst error of it) of the layer's choices; a hash table has no scores to err."""
+    """(point, what prefill chose by, how far it may be off) of the layer's choices; a hash table has no scores to err."""
     found = []
     score = f"layers.{layer}.attn.indexer.score"
     if score in runs.points:
         scores = want.values[score]
-        floor = audit.floor("isolated", score)
-        noise = floor.absolute if floor.rows else GATES["attn.indexer.score"].isolated * score_unit(scores)
-        found.append(("attn.selected", grow_last(scores, max(1, scores.shape[-1]), -math.inf), noise))
+        found.append(("attn.selected", grow_last(scores, max(1, scores.shape[-1]), -math.inf), _noise(audit, score, score_unit(scores))))
     gate = f"layers.{layer}.ffn.gate"
-    scores = want.values[gate].double() + audit.reference.router_bias(layer).double()
-    found.append(("ffn.experts", scores, 0.0 if audit.config.is_hash(layer) else _noise(audit, gate)))
+    scores = want.values[gate].double()
+    noise = 0.0 if audit.config.is_hash(layer) else _noise(audit, gate, float(scores.abs().median()))
+    found.append(("ffn.experts", scores + audit.reference.router_bias(layer).double(), noise))
     return found
 
 
-def _noise(audit: Audit, point: str) -> float:
-    return audit.floor("isolated", point).absolute
+def _noise(audit: Audit, point: str, typical: float) -> float:
+    """How far a score may be off by its own gate: twins that agree bit for bit are no witness of 0. typical  the size of one score."""
+    gate, floor = GATES[spec_of(point).name], audit.floor("isolated", point)
+    return gate.k("isolated") * floor.absolute + gate.eps("isolated") * typical
 
 
 # ---- what is stored ----
