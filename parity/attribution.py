@@ -159,6 +159,9 @@ def cause(first: Verdict, failed: Sequence[Verdict]) -> tuple[str, str]:
         v = parameters[0]
         return v.component or own, f"{v.point.removeprefix('load.')} is not what the checkpoint stores"
     red = {v.gate.removeprefix("operation."): v for v in reversed(failed) if v.gate.startswith("operation.")}
+    company = next((v for v in failed if v.gate == "operation.sparse_attn" and "alone = in a batch" in v.point), None)
+    if company is not None:
+        red["sparse_attn"] = company
     part = first.point.partition(".state.")[2]
     if part and part != "length" and "restore" in red and f".{part}" in red["restore"].reason:
         return red["restore"].component or own, f"a state that is exported and imported does not come back: {red['restore'].reason}"
@@ -168,7 +171,10 @@ def cause(first: Verdict, failed: Sequence[Verdict]) -> tuple[str, str]:
     if name is None:
         return own, first.details.get("because", "")
     made_by = [op for op in MADE_BY.get(name, ()) if op in red]
-    explained = own != spec_of(first.point).component  # the gate itself saw what kind of difference it is
+    if "sparse_attn" in made_by and _in_company(failed):
+        return "batching", "operation sparse_attn alone: a token alone differs from the same token in a batch"
+    # The gate itself saw what kind of difference it is, and not only what it is not.
+    explained = own != spec_of(first.point).component and not first.details.get("by_exclusion", False)
     if explained:
         made_by = [op for op in made_by if own == "rope" and op in TURNS]
     for op in made_by:
@@ -192,18 +198,23 @@ def operations_behind(point: str) -> frozenset[str]:
     return frozenset(made_by)
 
 
+def _in_company(failed: Iterable[Verdict]) -> bool:
+    """Attention of a token depends on the others of its call: judged alone against itself, bit for bit."""
+    return any(v.gate == "operation.sparse_attn" and "alone = in a batch" in v.point for v in failed)
+
+
 def _of_operation(op: str, own: str, red: dict[str, Verdict]) -> tuple[str, str]:
     for pair, component, said in FORMATS:
         if op in pair and all(one in red for one in pair):
             if pair[0] == "act_quant" and "linear_fp8" in red:  # what reads weights is wrong, too: no encoder, but the scales
                 return "experts quant", "operations act_quant, store_window and linear_fp8 alone are red: their scales"
             return component, f"{said}: operations {' and '.join(pair)} alone are red"
-    if op == "sparse_attn" and own == OPERATIONS[op].component and "batching" in red:
-        return "batching", f"operation {op} alone is red, and a row alone differs from the same row in an uneven batch"
+    if op == "sparse_attn" and own == OPERATIONS[op].component and ("batching" in red or _in_company(red.values())):
+        return "batching", f"operation {op} alone is red, and a row alone differs from the same row in a batch"
     if op in OPERATIONS:
         component = own if op in SHARED else FILED.get(op, OPERATIONS[op].component)
         return component, f"operation {op} alone is red"
-    return own, ""
+    return own, red[op].reason if op in red else ""
 
 
 def _name_of(point: str) -> str | None:

@@ -100,11 +100,12 @@ def _which_part(verdict: Verdict, got: Tensor, want: Tensor, valid: Tensor, r: i
     got, want [b, s, .., d], the last r dims carry the rotation; valid [b, s].
     """
     got, want = got[valid].double(), want[valid].double()
-    lost = int((got.isnan().all(-1) & ~want.isnan().all(-1)).sum())
+    nothing = got.isnan().all(-1) | (got == 0).all(-1) & ~(want == 0).all(-1)  # a quantiser leaves no row of exact zeros
+    lost = int((nothing & ~want.isnan().all(-1)).sum())
     if lost:
         if verdict.point.endswith("attn.kv"):
-            return "SWA ring", f"{lost} keys cannot be read back: their slots hold other tokens, or nothing"
-        return verdict.component, f"{lost} rows are missing"
+            return "SWA ring", f"{plural(lost, 'key')} cannot be read back: the slots hold other tokens, or nothing"
+        return verdict.component, f"{plural(lost, 'row')} missing"
     there = ~want.isnan().all(-1)
     got, want = got[there], want[there]
     plain, rotated = (float(row_errors(g[None], w[None], 1)[0].nan_to_num(math.inf).max()) for g, w in ((got[..., :-r], want[..., :-r]), (got[..., -r:], want[..., -r:])))

@@ -328,9 +328,16 @@ def mixed(point: str, component: str) -> str:
     return "batching" if spec_of(point).name in OF_ROWS else component
 
 
-def test_a_row_alone_is_the_row_in_an_uneven_batch(loaded, judge_equal):
-    """Prefill and three decode steps, every point: rows of 33, 0, 131 and 6 tokens do not know of each other."""
+@pytest.mark.parametrize("split", [False, True], ids=["", "keys split"])
+def test_a_row_alone_is_the_row_in_an_uneven_batch(split, loaded, device, tmp_path, judge_equal):
+    """Prefill and three decode steps, every point: rows of 33, 0, 131 and 6 tokens do not know of each other.
+
+    split: a window of 80, so that decode attention splits its keys and merges the parts
+    """
     model = loaded(512)
+    if split:
+        model = load(write_checkpoint(tmp_path, seed=5, shards=1, sliding_window=80, num_hidden_layers=2, compress_ratios=[0, 4]), device=device.name, max_context=MAX_CONTEXT)
+        assert max(model.new_state(1).splits.values()) > 1
     tokens, steps = ragged(model, LENGTHS), [torch.tensor([1, 2, 3, 4]) + i for i in range(3)]
     state = model.new_state(len(LENGTHS))
     together = watched(model, partial(model.prefill, tokens, state, LENGTHS))
@@ -345,7 +352,7 @@ def test_a_row_alone_is_the_row_in_an_uneven_batch(loaded, judge_equal):
             seen = watched(model, partial(model.decode, token[row : row + 1], alone))
             different += [(f"decode step {i} row {row} {point}", mixed(point, part)) for point, part in differing(model, Row(decoded[i], row, 1), Row(seen, 0, 1))]
         compared += len(model.taps.points) * (len(steps) + bool(n))
-    judge_equal("batching", "alone = in an uneven batch", compared, different)
+    judge_equal("batching", "alone = in an uneven batch" + (", keys split" if split else ""), compared, different)
 
 
 @pytest.mark.parametrize("chunk", [5, 16], ids=lambda chunk: f"chunk {chunk}")
@@ -404,7 +411,7 @@ def test_a_state_comes_back_as_it_was(loaded, judge_equal):
     """Exported, put into a state that held something else, exported again: every part, and the next step's logits."""
     model = loaded(512)
     state, other = model.new_state(2), model.new_state(2)
-    model.prefill(ragged(model, [131, 18]), state, [131, 18])
+    model.prefill(ragged(model, [131, 9]), state, [131, 9])  # past the window, and short of it
     model.prefill(ragged(model, [30, 30]).flip(0), other)
     for layer in model.layers:
         other.import_layer(layer, state.export_layer(layer))

@@ -201,7 +201,7 @@ def explained_core(audit: Audit, verdict: Verdict) -> Verdict:
         said = "each wrong row is the right one with one more or one less key than attention says it reads"
         return replace(verdict, component="visibility mask", details={**verdict.details, "because": said})
     said = "the keys seen, q and the stored rows are right; no factor of a row, no softmax scale and no single key explains it: what attention reads of the cache"
-    return replace(verdict, component="KV quant", details={**verdict.details, "because": said})
+    return replace(verdict, component="KV quant", details={**verdict.details, "because": said, "by_exclusion": True})
 
 
 @dataclass(frozen=True)

@@ -166,6 +166,15 @@ def test_attention_alone_that_is_wrong_in_a_batch_only():
     assert found(operation("compressor"), operation("batching")).component == "compressor"
 
 
+def test_a_token_that_differs_in_a_batch_outranks_what_a_wrong_row_is_not():
+    company = replace(operation("sparse_attn"), point="sparse_attn[alone = in a batch, splits=3]")
+    core = red("layers.0.attn.core", "decode", steps=(0, 0), component="KV quant", by_exclusion=True, because="no other")
+    assert found(core).component == "KV quant"
+    assert found(core, operation("sparse_attn")).component == "KV quant"
+    assert found(core, operation("sparse_attn"), company).component == "batching"
+    assert found(operation("sparse_attn"), company).component == "batching"
+
+
 def test_every_operation_of_the_table_exists_and_every_value_has_one():
     assert {op for made in MADE_BY.values() for op in made} <= set(OPERATIONS)
     assert {spec.name for spec in (*LAYER_POINTS, *MODEL_POINTS)} == set(MADE_BY)

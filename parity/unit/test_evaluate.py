@@ -236,8 +236,8 @@ def part(spoil):
 
 @pytest.mark.parametrize(
     ("spoil", "component"),
-    [(lambda t: t[..., -4:].neg_(), "rope"), (lambda t: t[..., :-4].neg_(), "KV quant"), (lambda t: t.neg_(), "KV quant"), (lambda t: t[0, 2].fill_(NAN), "SWA ring")],
-    ids=["rotary dims alone", "plain dims alone", "all dims", "a key that is not there"],
+    [(lambda t: t[..., -4:].neg_(), "rope"), (lambda t: t[..., :-4].neg_(), "KV quant"), (lambda t: t.neg_(), "KV quant"), (lambda t: t[0, 2].fill_(NAN), "SWA ring"), (lambda t: t[0, 2].zero_(), "SWA ring")],
+    ids=["rotary dims alone", "plain dims alone", "all dims", "a key that is not there", "a slot that nobody wrote"],
 )
 def test_a_wrong_key_names_the_part_that_made_it(spoil, component):
     assert part(spoil)[0] == component
