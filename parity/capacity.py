@@ -115,20 +115,24 @@ def reported(cache_module: Any, state_class: type, config: ModelConfig, where: s
 
 
 def slope(model: Any, steps: int, counting: memory.Counting, what: str, layer: int | None = None) -> Result:
-    """Decode steps allocate nothing, and nothing grows. B166, B177, B178 are red."""
+    """Decode steps allocate nothing, and nothing grows: no tensor, no host buffer, no container. B166, B177, B178, X13 are red."""
     seen = memory.decode_slope(model, steps, counting)
+    growth = (seen.state_growth, seen.live_growth, seen.host_growth, seen.element_growth)
     at: dict[str, Any] = {"phase": "decode", "layer": layer, "step_first": 0, "step_last": steps - 1}
     point = f"[{what}]"
     verdicts = [
         bounded("memory.allocations", f"memory.allocations{point}", float(seen.allocations), steps, "tensors allocated in decode steps", **at),
-        bounded("memory.growth", f"memory.growth{point}", float(max(abs(seen.state_growth), abs(seen.live_growth))), steps, "bytes of tensors more after the last step", **at),
+        bounded("memory.growth", f"memory.growth{point}", float(max(map(abs, growth))), steps, "bytes or container elements more after the last step", **at),
         bounded("memory.slope", f"memory.slope{point}", float(seen.spread), len(seen.samples), f"{seen.source}: largest less smallest sample, bytes", **at),
     ]
     if seen.operations and verdicts[0].state is State.FAIL:
         verdicts[0] = _because(verdicts[0], f"{plural(seen.allocations, 'tensor')}, {plural(seen.allocated_bytes, 'byte')} in {plural(steps, 'step')}, by {', '.join(seen.operations)}")
+    if verdicts[1].state is State.FAIL:
+        words = f"{growth[0]} B more of the state's tensors, {growth[1]} B of all tensors, {growth[2]} B on the host, {plural(growth[3], 'container element')}"
+        verdicts[1] = _because(verdicts[1], words + (f"; {', '.join(seen.grew)}" if seen.grew else ""))
     values = {
         "of": what, "steps": steps, "allocations": seen.allocations, "allocated_bytes": seen.allocated_bytes, "state_growth_bytes": seen.state_growth,
-        "live_growth_bytes": seen.live_growth, "sampled": seen.source, "every": seen.every, "samples": len(seen.samples),
+        "live_growth_bytes": seen.live_growth, "host_growth_bytes": seen.host_growth, "element_growth": seen.element_growth, "sampled": seen.source, "every": seen.every, "samples": len(seen.samples),
         "first_mb": seen.samples[0] / 1e6, "last_mb": seen.samples[-1] / 1e6, "spread_mb": seen.spread / 1e6,
     }  # fmt: skip
     return verdicts, [Measurement("memory.slope", layer=layer, phase="decode", values=values)]

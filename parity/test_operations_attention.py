@@ -364,6 +364,22 @@ def test_compressor_step_of_hca_crosses_its_border(device, hostile, judge):
     hostile.check_guards()
 
 
+@pytest.mark.parametrize("ratio", [4, 128], ids=lambda v: f"ratio={v}")
+def test_compressor_pools_gates_that_overflow_an_exponential(ratio, device, hostile, judge):
+    """Whole rows of gates moved by +200 and -200, where exp is infinite and zero: a softmax does not depend on it. By both kernels."""
+    offsets = (200.0, -200.0)
+    for way in ("prefill", "steps"):
+        world = Pooling(hostile, ratio, 96, 3 * ratio, len(offsets), seed=13)
+        world.gate += torch.tensor(offsets)[:, None, None]
+        world.run(device, [2 * ratio + 1] * 2 if way == "prefill" else [ratio - 1] * 2)
+        for _ in range(ratio + 2 if way == "steps" else 0):
+            world.run(device, [1] * 2, decode=True)
+        pooled = torch.stack([row[e] for row in world.pooled for e in sorted(row)])
+        judge("compressor", f"{way}, ratio {ratio}: finite", pooled.isfinite(), exact=True, reference=lambda pooled=pooled: torch.ones(pooled.shape, dtype=torch.bool))
+        world.judge(judge, f"{way}, ratio {ratio}, gates moved by {offsets}")
+    hostile.check_guards()
+
+
 def test_compressor_at_the_end_of_the_longest_context(device, hostile, judge):
     """Tokens up to 1,048,575; the previous group is kept from the first call, which is not judged on entry 0."""
     world = Pooling(hostile, 4, 64, 16, 1, seed=12, first=[LAST + 1 - 16])
@@ -747,6 +763,28 @@ def test_hc_pre_normalises_columns_last(n, D, iters, hc_eps, norm_eps, variant, 
     for got, low, high in ((pre, 0, 1 + hc_eps), (post, 0, 2), (comb, 0, 2)):
         assert (got >= low).all(), "below its range"
         assert (got <= high).all(), "above its range"
+    hostile.check_guards()
+
+
+@pytest.mark.parametrize("variant", ["naive", "block"])
+@STREAMS
+def test_hc_pre_mixes_logits_that_overflow_an_exponential(n, D, variant, device, hostile, judge):
+    """A line of comb's logits moved by +200, the next by -200, where exp is infinite and zero: a softmax does not depend on it."""
+    T = 33
+    X, fn, base, scale = mixing_world(hostile, T, n, D, (2 + n) * n)
+    for line, offset in enumerate((200.0, -200.0)):
+        base[(2 + line) * n : (3 + line) * n] += offset
+    pre, post, comb = hostile.poisoned((T, n), F32), hostile.poisoned((T, n), F32), hostile.poisoned((T, n, n), F32)
+    a = hostile.poisoned((T, D), BF16)
+    ops.hc_pre(device, X, fn, base, scale, pre, post, comb, a, 20, 1e-6, 1e-6, variant=variant)
+
+    def compute(sums: Sums, dtype: torch.dtype = F32) -> Tensor:
+        x, weight, b, c = as_type(dtype, X, fn, base, scale)
+        return ref.hc_pre(x, weight, b, c, 20, 1e-6, 1e-6, sums)[3]
+
+    case = f"{variant}, {n} x {D}, lines moved by +200 and -200"
+    judge("hc_pre", f"finite: {case}", comb.isfinite(), exact=True, reference=lambda: torch.ones(comb.shape, dtype=torch.bool))
+    judge("hc_pre", f"comb: {case}", comb, row_dims=2, reference=lambda: compute(Sums(), F64), twins=exact_twins(compute))
     hostile.check_guards()
 
 

@@ -47,6 +47,7 @@ COLUMNS: dict[str, dict[str, str]] = {
     "memory.transients": {"max_context": "capacity, tokens", "position": "at token", "count": "tensors allocated", "size_bytes": "bytes allocated", "logits": "checksum of the logits"},
     "memory.slope": {
         "allocations": "tensors allocated", "allocated_bytes": "bytes allocated", "state_growth_bytes": "growth of the state, bytes", "live_growth_bytes": "growth of all tensors, bytes",
+        "host_growth_bytes": "growth on the host, bytes", "element_growth": "growth of containers, elements",
         "sampled": "sampled memory", "every": "every steps", "first_mb": "first sample, MB", "last_mb": "last sample, MB", "spread_mb": "largest less smallest, MB",
     },
     "memory.capacity": {"capacity": "capacity, tokens", "taken": "tokens taken", "refusals": "one more is refused with", "changed": "stored parts changed", "failed": "what went wrong"},

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from array import array
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
@@ -191,6 +194,18 @@ def test_a_total_divided_by_its_length_is_no_rate() -> None:
 # ---- steps ----
 
 
+def test_host_memory_is_counted_once_and_numbers_are_free() -> None:
+    shared = b"12345"
+    root = SimpleNamespace(a=[shared, shared], b=array("d", [1.0]), c=numpy.zeros(3), d=deque([1, 2, 3]), e={"k": {7}}, f=10**9)
+    before = memory.hosted({"root": root}, "none")
+    assert (before.size_bytes, before.elements) == (5 + 8 + 24 + len("k"), 6 + 2 + 3 + 1 + 1)
+    root.f += 1
+    root.d.append(4)
+    after = memory.hosted({"root": root}, "none")
+    assert (after.size_bytes, after.elements) == (before.size_bytes, before.elements + 1)
+    assert after.grown(before) == ["root.d (+1)"]
+
+
 class Leaky:
     """A model of one layer that misbehaves at each step in one way."""
 
@@ -207,6 +222,14 @@ class Leaky:
             self.kept.append(state.cache.layers[0].ring.clone())
         elif self.way == "old versions kept in the state":
             state.old = [*getattr(state, "old", []), torch.zeros(64)]
+        elif self.way == "host bytes in the state":
+            state.__dict__.setdefault("old", []).append(bytes(64))
+        elif self.way == "one buffer that gets longer":
+            state.__dict__.setdefault("old", bytearray()).extend(bytes(64))
+        elif self.way == "numbers in a closure of a module":
+            cache.cost.__dict__.setdefault("old", lambda kept=deque(): kept).__defaults__[0].append(0.5)
+        elif self.way == "a counter":
+            state.steps = getattr(state, "steps", 0) + 1
         return self.inner.decode(token, state, out=out)
 
 
@@ -217,12 +240,17 @@ class Leaky:
         ("a clone that dies", {"memory.allocations"}),
         ("old versions kept outside", {"memory.allocations", "memory.growth"}),
         ("old versions kept in the state", {"memory.allocations", "memory.growth"}),
+        ("host bytes in the state", {"memory.growth"}),
+        ("one buffer that gets longer", {"memory.growth"}),
+        ("numbers in a closure of a module", {"memory.growth"}),
+        ("a counter", set()),
     ],
 )
 def test_steps_that_allocate_or_keep_are_seen(model, way, red) -> None:
-    """B166: lazy caches that keep what was."""
+    """B166: lazy caches that keep what was. X13: on the host."""
     leaky = Leaky(memory.one_layer(model, 1, 256), way)
     result = capacity.slope(leaky, 20, count_allocations, "layer 1")
+    cache.cost.__dict__.pop("old", None)
     assert {gate for gate, state in states(result).items() if state is State.FAIL} == red
     assert result[1][0].values["samples"] == 3
 

@@ -14,15 +14,20 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
+import sys
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
-from types import SimpleNamespace
+from functools import partial
+from pathlib import Path, PurePath
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from reference.config import InputError, ModelConfig
@@ -48,7 +53,7 @@ def tensors_within(root: Any, without: Sequence[Any] = ()) -> Iterator[Tensor]:
             yield thing
         elif isinstance(thing, dict):
             stack.extend(thing.values())
-        elif isinstance(thing, list | tuple | set | frozenset):
+        elif isinstance(thing, list | tuple | set | frozenset | deque):
             stack.extend(thing)
         elif not isinstance(thing, type | str | bytes | int | float | torch.device | torch.dtype) and not callable(thing):
             stack.extend(getattr(thing, "__dict__", {}).values())
@@ -70,6 +75,73 @@ def live_bytes() -> int:
     """Bytes of every tensor of this process that is alive, wherever it hangs."""
     gc.collect()
     return storage_bytes([thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)])
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """What objects keep on the host beside tensors: bytes of strings and buffers, elements of containers, and both by place."""
+
+    size_bytes: int
+    elements: int
+    places: dict[str, int]
+
+    def grown(self, before: Hosted, most: int = 3) -> list[str]:
+        """The places that hold more than before, largest growth first, in words."""
+        growth = {place: count - before.places.get(place, 0) for place, count in self.places.items()}
+        ranked = sorted((place for place in growth if growth[place] > 0), key=lambda place: -growth[place])
+        return [f"{place} (+{growth[place]})" for place in ranked[:most]]
+
+
+def hosted(roots: dict[str, Any], package: str = "production") -> Hosted:
+    """Bytes and elements that can be reached from objects, and from the globals of a package's loaded modules, each object once.
+
+    Elements: of lists, tuples, dicts, sets and deques, attributes of objects, and entries of functools caches. Numbers are free,
+    so that counters may count. Paths are left out: they fill in their own fields when they are read.
+    """
+    seen: set[int] = set()
+    places: dict[str, int] = {}
+    totals = {"bytes": 0, "elements": 0}
+    modules = {name: vars(module) for name, module in sys.modules.items() if name.split(".")[0] == package}
+    stack: list[tuple[str, Any]] = [*reversed(modules.items()), *reversed(roots.items())]
+
+    def note(kind: str, place: str, count: int) -> None:
+        totals[kind] += count
+        places[place] = places.get(place, 0) + count
+
+    while stack:
+        place, thing = stack.pop()
+        if isinstance(thing, int | float | PurePath | ModuleType | torch.device | torch.dtype) or id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, str | bytes | bytearray):
+            note("bytes", place, len(thing))
+        elif isinstance(thing, memoryview | array):
+            note("bytes", place, memoryview(thing).nbytes)
+        elif isinstance(thing, ndarray):
+            note("bytes", place, thing.nbytes)
+        elif isinstance(thing, dict):
+            note("elements", place, len(thing))
+            stack.extend((f"{place}[keys]", key) for key in thing)
+            stack.extend((f"{place}[{key}]" if isinstance(key, str | int) else f"{place}[]", value) for key, value in thing.items())
+        elif isinstance(thing, list | tuple | set | frozenset | deque):
+            note("elements", place, len(thing))
+            stack.extend((f"{place}[]", item) for item in thing)
+        elif isinstance(thing, MethodType):
+            stack.append((place, thing.__self__))
+        elif isinstance(thing, partial):
+            stack += [(f"{place}()", part) for part in (thing.args, thing.keywords, thing.func)]
+        elif not isinstance(thing, type) or thing.__module__.split(".")[0] == package:
+            if isinstance(thing, FunctionType):
+                stack.extend((f"{place}()", cell.cell_contents) for cell in thing.__closure__ or () if cell != CellType())
+                stack.append((f"{place}()", thing.__defaults__))
+            if not isinstance(thing, type) and callable(getattr(thing, "cache_info", None)):
+                note("elements", f"{place}.cache", thing.cache_info().currsize)
+            own = dict(getattr(thing, "__dict__", {}))
+            note("elements", place, len(own))
+            slots = [slot for kind in type(thing).__mro__ for slot in (kind.__dict__.get("__slots__") or ())]
+            own |= {slot: getattr(thing, slot) for slot in slots if hasattr(thing, slot)}
+            stack.extend((f"{place}.{name}", value) for name, value in own.items())
+    return Hosted(totals["bytes"], totals["elements"], places)
 
 
 def process_bytes(device: torch.device) -> tuple[str, int]:
@@ -340,6 +412,8 @@ class Slope:
     allocations   tensors with new storage, over all steps; operations  the first few that made them
     state_growth  bytes that the state keeps after the last step and not after the first
     live_growth   the same over every tensor of the process
+    host_growth   bytes of strings and buffers that state, model and production's modules keep more; element_growth  the same of
+                  container elements; grew  the first few places of it
     samples       what the allocator held (reserved on a GPU, resident elsewhere), every `every` steps; spread  largest - smallest
     """
 
@@ -350,6 +424,9 @@ class Slope:
     operations: list[str]
     state_growth: int
     live_growth: int
+    host_growth: int
+    element_growth: int
+    grew: list[str]
     source: str
     samples: list[int]
 
@@ -375,7 +452,8 @@ def decode_slope(model: Any, steps: int, counting: Counting, prompt: int = 130, 
     with counting():  # the counter's own first use, too
         for _ in range(2 * every):
             model.decode(token, state, out=out)
-    state_before, live_before = held_bytes(state), live_bytes()
+    roots = {"state": state, "model": model}
+    state_before, live_before, host_before = held_bytes(state), live_bytes(), hosted(roots)
     source, first = process_bytes(device)
     samples = [first]
     with counting() as counted:
@@ -383,9 +461,11 @@ def decode_slope(model: Any, steps: int, counting: Counting, prompt: int = 130, 
             model.decode(token, state, out=out)
             if step % every == 0:
                 samples.append(process_bytes(device)[1])
+    host = hosted(roots)
     return Slope(
         steps, every, max(counted.count, counted.device_count), counted.bytes, list(dict.fromkeys(counted.operations))[:6],
-        held_bytes(state) - state_before, live_bytes() - live_before, source, samples,
+        held_bytes(state) - state_before, live_bytes() - live_before,
+        host.size_bytes - host_before.size_bytes, host.elements - host_before.elements, host.grown(host_before), source, samples,
     )  # fmt: skip
 
 
