@@ -71,6 +71,8 @@ FORMATS = (
 TURNS = ("token_positions", "rope_frequencies", "rope", "store_window", "store_entries")
 # Whole runs of a small model, judged alone: they see what operations did together, after the operations themselves.
 COMPOSED = ("load", "restore", "stored", "chunking", "checked", "rope", "memory", "batching")
+# Judged by what must follow from production's own values at the point: wrong there, whatever came in.
+WITNESSED = ("core.witness", "sink.sum", "visible.rule")
 # Where a fault of one batch row shows that no operation alone shows: whose row is read.
 ROWS_MIXED = ("embed", "attn.visible", "attn.core", "logits")
 
@@ -114,7 +116,7 @@ def first_divergence(records: Sequence[Record], points: Sequence[str], loaded: b
     placed = [(key, v) for v in failed if (key := place(v, order)) is not None]
     if placed:
         key, first = min(placed, key=lambda entry: entry[0])
-        local = True if first.mode == "isolated" else not _passed_alone(verdicts, first)
+        local = True if first.mode == "isolated" or first.gate in WITNESSED else not _passed_alone(verdicts, first)
         step = key[1] if 0 <= key[1] < WHOLE_PHASE else 0 if first.details.get("left_by") == "prefill" and first.phase == "decode" else None
         component, because = cause(first, failed)
         return Divergence(first.layer, first.point, first.phase, step, local, component, because=because)

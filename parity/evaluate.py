@@ -110,6 +110,8 @@ def _which_part(verdict: Verdict, got: Tensor, want: Tensor, valid: Tensor, r: i
     got, want = got[there], want[there]
     plain, rotated = (float(row_errors(g[None], w[None], 1)[0].nan_to_num(math.inf).max()) for g, w in ((got[..., :-r], want[..., :-r]), (got[..., -r:], want[..., -r:])))
     limit = verdict.limit or 0.0
+    if (verdict.value or 0.0) <= limit:  # no row alone is over it: what is typical of the rows is
+        limit = verdict.details.get("median_limit") or limit
     if plain <= limit < rotated:
         return "rope", f"only the rotary dims are off, worst row {rotated:.2g}; the others are within {plain:.2g}"
     return verdict.component, ""

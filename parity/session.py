@@ -266,7 +266,7 @@ def start(session: pytest.Session) -> None:
 
 
 # The fault profile: where a fault shows and what it is come first, the rest only where nothing is red yet.
-NAMING = ("test_layers", "test_state", "test_load", "test_operations")
+NAMING = ("test_layers", "test_state", "test_sink", "test_load", "test_operations")
 
 
 def collected(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -186,11 +186,15 @@ def explained_core(audit: Audit, verdict: Verdict) -> Verdict:
     if got.shape != want.shape:
         return verdict
     error, _ = row_errors(got, want, 1)
-    off = ~(error <= (verdict.limit or 0.0)) & audit.valid_over(verdict.phase, steps)[..., None]
+    limit = verdict.limit or 0.0
+    valid = audit.valid_over(verdict.phase, steps)[..., None].expand(error.shape)
+    if bool((error[valid] <= limit).all()):  # no row alone is over it: what is typical of the rows is
+        limit = verdict.details.get("median_limit") or limit
+    off = ~(error <= limit) & valid
     if not off.any() or not got[off].isfinite().all():
         return replace(verdict, details={**verdict.details, "because": "values that are not finite"} if off.any() else verdict.details)
     factor = (got[off].double().norm(dim=-1) / want[off].double().norm(dim=-1)).tolist()
-    if bool((_direction_error(got, want)[off] <= max(verdict.limit or 0.0, 1e-2)).all()):
+    if bool((_direction_error(got, want)[off] <= max(min(limit, verdict.value or 0.0) / 2, 1e-2)).all()):
         said = f"rows are the right ones times {min(factor):.3g} to {max(factor):.3g}: the weights do not sum to 1 - the sink's share"
         return replace(verdict, component="sink", details={**verdict.details, "because": said})
     scale = _softmax_scale(audit, verdict.layer, off) if verdict.phase == "prefill" else None

@@ -28,7 +28,7 @@ PROFILES: dict[str, list[str]] = {
     "B050": ["--phase", "prefill", "--layers", "2", "--prompt", "medium.txt:0:60", "-k", "test_point and attn."],
     "B060": ["--phase", "decode", "--layers", "0", "--steps", "2", *POINTS],
     "B073": ["--phase", "prefill", "--layers", "2", *POINTS],
-    "B086": ["--phase", "decode", "--layers", "0", "--steps", "2", "-k", f"test_point or {RUNS} or counts_the_sink_once"],
+    "B086": ["--phase", "decode", "--layers", "0", "--steps", "2", "-k", f"test_point or {RUNS} or counts_the_sink_once or weights_sum_to_one"],
     "B090": ["--phase", "prefill", "--layers", "0", *POINTS],
     "B108": ["--phase", "prefill", "--layers", "2", "--prompt", "medium.txt:0:60", "-k", "test_point and ffn."],
     "B118": ["--phase", "prefill", "--layers", "0", "-k", f"shared_expert or {RUNS}"],
