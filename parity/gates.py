@@ -64,7 +64,7 @@ E4M3_ALONE = "an e4m3 step (2^-4 to 2^-3) of the one element that carries the ro
 E2M1 = "e2m1 steps of one or two of index_head_dim elements"
 
 # One row per point (names of reference/points.py), then the derived gates.
-HANDED_DOWN = 8e-2  # free-running: one such expert step of a layer before
+HANDED_DOWN = 1.2e-1  # free-running: one such expert step of a layer before
 GATES: dict[str, Gate] = {
     "embed": Gate(0.0, 0.0, 0.0, "a copied row: exact"),
     **{f"hc_attn.{name}": Gate(1e-5, HANDED_DOWN, 1e-5, FP32) for name in ("pre", "post", "comb")},
@@ -79,7 +79,7 @@ GATES: dict[str, Gate] = {
     "attn.indexer.q": Gate(1.8e-1, 1.8e-1, 2e-3, E2M1),
     "attn.indexer.weights": Gate(8e-3, HANDED_DOWN, 1e-3, BF16),
     "attn.indexer.compressor": Gate(1.8e-1, 1.8e-1, 2e-3, E2M1),
-    "attn.indexer.score": Gate(5e-2, 1e-1, 4e-3, E2M1 + ", in one head"),
+    "attn.indexer.score": Gate(5e-2, HANDED_DOWN, 4e-3, E2M1 + ", in one head"),
     "attn.core": Gate(4e-2, HANDED_DOWN, 3e-3, KEY),
     "attn.o": Gate(4e-2, HANDED_DOWN, 3e-3, KEY),
     "attn.wo_a": Gate(4e-2, HANDED_DOWN, 4e-3, KEY),
