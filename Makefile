@@ -1,4 +1,4 @@
-# One-word commands. audit and test make .venv first when it is missing.
+# One-word commands. audit, test, faults and check make .venv first when it is missing.
 #   make audit ARGS="--phase decode --layers 0-3"     options of pytest parity/
 #   make faults ARGS="--component rope --jobs 1"      options of python -m parity.sweep
 #   make env PYTHON=python3.12                        another interpreter
@@ -16,7 +16,7 @@ help:
 	@echo "make test    the project's own tests"
 	@echo "make faults  plant every listed fault, one audit each, and score what the audit says of it (half an hour on two cores)"
 	@echo "make check   ruff, mypy, import contracts, and every kernel compiled for sm_90a and sm_100a"
-	@echo "make env     .venv from constraints.txt (audit, test and check do it when it is missing)"
+	@echo "make env     .venv from constraints.txt (audit, test, faults and check do it when it is missing)"
 	@echo "make clean   remove caches of the tools; .venv and reports stay"
 
 audit: .venv/ready

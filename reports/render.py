@@ -110,7 +110,8 @@ def outcome_of(run: Run) -> Outcome:
             [f"last line: {summary.verdict}, {numbers.format(*claimed)}", f"records: {numbers.format(*counted)}, {words.plural(missing, 'tap')} missing"],
         )
     if summary.verdict == "fail":
-        sentence = f"{counted[1]} of {words.plural(total, 'gate')} failed."
+        judged = total - counted[2]
+        sentence = f"{counted[1]} of {words.plural(judged, 'judged gate')} failed" + (f"; {words.plural(counted[2], 'gate was', 'gates were')} not run." if counted[2] else ".")
     elif summary.verdict == "pass":
         sentence = f"all {words.plural(total, 'gate')} passed, and nothing that was asked for was left out."
     else:

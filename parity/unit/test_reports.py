@@ -297,6 +297,15 @@ def test_a_planted_fault_and_what_was_not_checked_are_said():
         assert said in text, said
 
 
+def test_an_early_end_is_said_in_place_of_what_it_left_out():
+    ended = Measurement("early end", values={"reason": "the fault profile stops where a gate is red: prefill"})
+    records = [RUNS["fail"][0], ended, *RUNS["fail"][1:]]
+    text = Page(report_html(records)).words
+    assert "Ended early on purpose: the fault profile stops where a gate is red: prefill." in text
+    assert "Not complete either" not in text
+    assert "Ended early" not in Page(report_html(RUNS["fail"])).words
+
+
 def test_command_line_draws_beside_the_run_or_elsewhere(tmp_path, capsys):
     path = tmp_path / "run.jsonl"
     path.write_text("".join(to_line(r) + "\n" for r in RUNS["fail"]), encoding="utf-8")
