@@ -186,7 +186,7 @@ def cause(first: Verdict, failed: Sequence[Verdict]) -> tuple[str, str]:
         return "indexer", "the layer's own entries are right, so it is no part that both compressors share"
     if _only_later_rows(first) and name in ROWS_MIXED:
         return "batching", "only batch rows after the first differ"
-    return own, first.details.get("because", "")
+    return own, first.details.get("because") or (first.reason if first.gate in WITNESSED else "")
 
 
 def operations_behind(point: str) -> frozenset[str]:

@@ -269,12 +269,14 @@ def _judge_choice(
     wrong = valid & ((got_bad > 0) | short | ~((gap <= limit) | follows) & differs)
     near = differs & ~wrong
     compared = int(valid.sum())
-    value = float(gap[differs].max()) if differs.any() else 0.0
-    beyond = differs & ~(gap <= limit)
-    details: dict[str, Any] = {"differing_queries": int(differs.sum()), "noise": noise, "by_own_scores": int((beyond & ~wrong).sum())}
+    excused = differs & ~wrong & ~(gap <= limit)  # by production's own scores: the gate of the scores answers for the gap
+    counted = differs & ~excused
+    value = float(gap[counted].max()) if counted.any() else 0.0
+    details: dict[str, Any] = {
+        "differing_queries": int(differs.sum()), "noise": noise, "by_own_scores": int(excused.sum()),
+        "largest_gap_by_own_scores": float(gap[excused].max()) if excused.any() else 0.0,
+    }  # fmt: skip
     where: list[int] = []
-    explained = float(gap[beyond & ~wrong].max()) if (beyond & ~wrong).any() else 0.0
-    limit = max(limit, explained)  # what production's own scores explain is as good as a tie
     state, reason = (State.PASS, "") if compared else (State.NOT_RUN, "nothing was compared")
     if wrong.any():
         firsts = wrong.nonzero()

@@ -62,7 +62,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--checkpoint", default=str(DEFAULT_CHECKPOINT), metavar="DIR", help="checkpoint directory (default: the bundled one)")
     group.addoption("--prompt", action="append", default=None, metavar="FILE[:START:END]", help="text or .json token ids, tokens START to END; may repeat, one batch row each (default: medium.txt:0:250)")
     group.addoption("--steps", default=None, metavar="N", help="decode steps after the prompt (default: 130; fault profile: 24)")
-    group.addoption("--profile", default=None, metavar="full|faults", help="faults: 24 decode steps, and no further runs of the models once a gate is red; single operations are judged all the same (default: faults with --inject, else full)")
+    group.addoption("--profile", default=None, metavar="full|faults", help="faults: 24 decode steps, and once a gate is red only what can explain it (default: faults with --inject, else full)")
     group.addoption("--device", default="cpu", metavar="cpu|cuda", help="where production runs (default: cpu)")
     group.addoption("--max-context", default=str(DEFAULT_MAX_CONTEXT), metavar="N", help="tokens the KV cache holds (default: 8192)")
     group.addoption("--report", default=None, metavar="DIR", help="where run.jsonl, report.html and junit.xml go (default: reports/runs/<date>-<commit>)")

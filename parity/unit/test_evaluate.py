@@ -155,7 +155,8 @@ def test_a_choice_that_productions_own_scores_make_is_no_error_of_the_choice():
     verdict = choice((0, 1, 4), own=(0.9, 0.8, 0.5, 0.3, 0.6, -INF))
     assert verdict.state is State.PASS
     assert (verdict.near_ties, verdict.details["by_own_scores"]) == (1, 1)
-    assert verdict.limit == pytest.approx(0.4)  # and how large the gap is that its scores must answer for
+    assert (verdict.value, verdict.limit) == (0.0, 0.002)
+    assert verdict.details["largest_gap_by_own_scores"] == pytest.approx(0.4)  # what the gate of its scores answers for
 
 
 @pytest.mark.parametrize(
