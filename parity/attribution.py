@@ -177,6 +177,8 @@ def cause(first: Verdict, failed: Sequence[Verdict]) -> tuple[str, str]:
         return "batching", "operation sparse_attn alone: a token alone differs from the same token in a batch"
     # The gate itself saw what kind of difference it is, and not only what it is not.
     explained = own != spec_of(first.point).component and not first.details.get("by_exclusion", False)
+    if not explained and _only_later_rows(first) and name in ROWS_MIXED:
+        return "batching", "only batch rows after the first differ"
     if explained:
         made_by = [op for op in made_by if own == "rope" and op in TURNS]
     for op in made_by:
@@ -184,8 +186,6 @@ def cause(first: Verdict, failed: Sequence[Verdict]) -> tuple[str, str]:
         return component, because or f"operation {op} alone is red, too"
     if name == "attn.indexer.compressor":
         return "indexer", "the layer's own entries are right, so it is no part that both compressors share"
-    if _only_later_rows(first) and name in ROWS_MIXED:
-        return "batching", "only batch rows after the first differ"
     return own, first.details.get("because") or (first.reason if first.gate in WITNESSED else "")
 
 

@@ -157,6 +157,9 @@ def test_operations_behind_a_point_and_a_part_of_the_state():
 def test_only_later_rows_of_a_batch():
     assert found(red("layers.2.attn.core", batch_rows=[1, 2])).component == "batching"
     assert found(red("layers.2.attn.core", batch_rows=[0, 2])).component == "attention core"
+    excluded = red("layers.2.attn.core", component="KV quant", by_exclusion=True, batch_rows=[1])
+    assert found(excluded, operation("sparse_attn")).component == "batching"
+    assert found(red("layers.2.attn.core", component="sink", batch_rows=[1])).component == "sink"
     assert found(red("layers.2.attn.compressor", batch_rows=[1])).component == "compressor"
 
 
