@@ -157,6 +157,9 @@ def test_anything_else_points_to_what_is_read_of_the_cache(clean):
     for phase in ("prefill", "decode"):
         found = explained(clean, CSA, phase, lambda core: core + 0.2 * core.norm(dim=-1, keepdim=True) * torch.randn(core.shape) / core.shape[-1] ** 0.5)
         assert found.component == "KV quant", phase
+    # What is small is not explained by being small.
+    found = explained(clean, CSA, "prefill", lambda core: core + 8e-3 * core.norm(dim=-1, keepdim=True) * torch.randn(core.shape) / core.shape[-1] ** 0.5)
+    assert found.component == "KV quant"
     found = explained(clean, CSA, "prefill", lambda core: core.masked_fill(torch.rand(core.shape[:3])[..., None] < 0.1, math.nan))
     assert (found.component, found.details["because"]) == ("attention core", "values that are not finite")
 
