@@ -101,8 +101,11 @@ def _which_part(verdict: Verdict, got: Tensor, want: Tensor, valid: Tensor, r: i
     """
     got, want = got[valid].double(), want[valid].double()
     nothing = got.isnan().all(-1) | (got == 0).all(-1) & ~(want == 0).all(-1)  # a quantiser leaves no row of exact zeros
-    lost = int((nothing & ~want.isnan().all(-1)).sum())
-    if lost:
+    missing = nothing & ~want.isnan().all(-1)
+    lost = int(missing.sum())
+    stands = ~want.isnan().all(-1) & ~missing
+    garbled = bool(stands.any()) and not bool((row_errors(got[stands][None], want[stands][None], 1)[0] <= (verdict.limit or 0.0)).all())
+    if lost and not garbled:  # where other rows are garbled too, records are misread
         if verdict.point.endswith("attn.kv"):
             return "SWA ring", f"{plural(lost, 'key')} cannot be read back: the slots hold other tokens, or nothing"
         return verdict.component, f"{plural(lost, 'row')} missing"

@@ -201,6 +201,9 @@ def explained_core(audit: Audit, verdict: Verdict) -> Verdict:
         said = f"rows are the right ones times {min(factor):.3g} to {max(factor):.3g}: the weights do not sum to 1 - the sink's share"
         return replace(verdict, component="sink", details={**verdict.details, "because": said})
     scale = _softmax_scale(audit, verdict.layer, off, left) if verdict.phase == "prefill" else None
+    if scale is not None and abs(scale - 1) < 5e-3:
+        said = "rows follow from production's own q and stored keys: those are off, each within its own limit"
+        return replace(verdict, component="KV quant", details={**verdict.details, "because": said, "by_exclusion": True})
     if scale is not None:
         said = f"rows are right at {scale:.4g} times the softmax scale of head_dim^-0.5"
         return replace(verdict, component="rope", details={**verdict.details, "because": said + " (YaRN's amplitude would do that)"})
