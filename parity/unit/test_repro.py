@@ -15,6 +15,7 @@ import production
 import reference
 from parity import attribution, evaluate, isolation, selection
 from parity.audit import Audit, Plan
+from parity.gates import GATES
 from parity.isolation import failed_verdict
 from parity.planted import find_fault, plant
 from parity.repro import NoReproError, capture
@@ -60,7 +61,8 @@ def replayed(capsys, *arguments):
 # ---- planted faults ----
 
 
-def test_the_sink_counted_per_split_replays_from_the_recorded_kernels_and_not_from_the_present_ones(tmp_path, capsys):
+def test_the_sink_counted_per_split_replays_from_the_recorded_kernels_and_not_from_the_present_ones(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(GATES, "attn.core", replace(GATES["attn.core"], isolated=1e-2))  # here the sink's own witness is not asked
     copy = plant(find_fault("B086"))
     divergence, verdict, _ = first_of(audit := audit_of(1, (0,), (250,), 1, kernels_dir=copy / "kernels"))
     assert (divergence.point, divergence.phase, divergence.step) == ("layers.0.attn.core", "decode", 0)

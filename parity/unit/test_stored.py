@@ -100,11 +100,11 @@ def test_an_old_row_that_changed_by_a_bit_is_red_with_its_index_and_step(part, r
 )
 def test_a_new_row_has_a_limit(part, at, row, component):
     assert judged(part, lambda state: state[part][0, row].mul_(1.0005), at).state is State.PASS
-    verdict = judged(part, lambda state: state[part][0, row].mul_(1.25), at)
+    verdict = judged(part, lambda state: state[part][0, row].mul_(1.29), at)
     assert (verdict.state, verdict.component, verdict.where) == (State.FAIL, component, [0, row])
     assert verdict.element[:2] == [0, row]
     assert (verdict.worst_step, verdict.details["first_step"]) == (at, at)
-    assert verdict.value == pytest.approx(0.25)
+    assert verdict.value == pytest.approx(0.29)
 
 
 @pytest.mark.parametrize(
