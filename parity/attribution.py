@@ -9,7 +9,7 @@ Why. A point is made by several operations. What else is red tells which of them
 that does not come back, the operations that make the point, judged alone, in the order in which they run. Cause classes are
 the components of the fault catalogue; `because` holds the evidence.
 
-Pure functions of records; no tensors. Tests: parity/unit/test_first_divergence.py.
+Pure functions of records; no tensors. Tests: parity/unit/test_attribution.py.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ FORMATS = (
 # Where only rotary dims are off: what turns them, then what stores them.
 TURNS = ("token_positions", "rope_frequencies", "rope", "store_window", "store_entries")
 # Whole runs of a small model, judged alone: they see what operations did together, after the operations themselves.
-COMPOSED = ("load", "restore", "stored", "chunking", "checked", "rope", "memory", "batching")
+COMPOSED = ("load", "restore", "stored", "chunking", "checked", "rope", "memory")
 # Judged by what must follow from production's own values at the point: wrong there, whatever came in.
 WITNESSED = ("core.witness", "sink.sum", "visible.rule")
+IN_COMPANY = "alone = in a batch"  # in the point of a check that runs a token with others and alone
 # Where a fault of one batch row shows that no operation alone shows: whose row is read.
 ROWS_MIXED = ("embed", "attn.visible", "attn.core", "logits")
 
@@ -95,10 +96,8 @@ def place(verdict: Verdict, order: dict[str, int]) -> Key | None:
     if verdict.mode not in selection.MODES or verdict.phase is None or verdict.point not in order:
         return None
     step = step_of(verdict)
-    if verdict.details.get("left_by") == "prefill":
+    if verdict.phase == "prefill" or verdict.details.get("left_by") == "prefill":
         when = -1  # what the prefill handed over precedes the first step
-    elif verdict.phase == "prefill":
-        when = -1
     else:
         when = WHOLE_PHASE if step is None else step
     return (selection.PHASES.index(verdict.phase), when, order[verdict.point], selection.MODES.index(verdict.mode))
@@ -141,7 +140,7 @@ def _rank(verdict: Verdict, order: dict[str, int]) -> tuple[int, int, int]:
         return (0, 0, 0)
     if kind == "operation" and name in OPERATIONS:
         return (1, list(OPERATIONS).index(name), 0)
-    if kind == "operation" and name in COMPOSED and name != "batching":
+    if kind == "operation" and name in COMPOSED:
         return (2, COMPOSED.index(name), 0)
     if kind == "self":
         return (3, selection.PHASES.index(verdict.phase) if verdict.phase in selection.PHASES else 0, order.get(verdict.point, len(order)))
@@ -161,9 +160,9 @@ def cause(first: Verdict, failed: Sequence[Verdict]) -> tuple[str, str]:
         v = parameters[0]
         return v.component or own, f"{v.point.removeprefix('load.')} is not what the checkpoint stores"
     red = {v.gate.removeprefix("operation."): v for v in reversed(failed) if v.gate.startswith("operation.")}
-    company = next((v for v in failed if v.gate == "operation.sparse_attn" and "alone = in a batch" in v.point), None)
+    company = next((v for v in failed if v.gate == "operation.sparse_attn" and IN_COMPANY in v.point), None)
     if company is not None:
-        red["sparse_attn"] = company
+        red["sparse_attn"] = company  # of its red checks the one that tells most
     part = first.point.partition(".state.")[2]
     if part and part != "length" and "restore" in red and f".{part}" in red["restore"].reason:
         return red["restore"].component or own, f"a state that is exported and imported does not come back: {red['restore'].reason}"
@@ -173,7 +172,7 @@ def cause(first: Verdict, failed: Sequence[Verdict]) -> tuple[str, str]:
     if name is None:
         return own, first.details.get("because", "")
     made_by = [op for op in MADE_BY.get(name, ()) if op in red]
-    if "sparse_attn" in made_by and _in_company(failed):
+    if "sparse_attn" in made_by and _in_company(red):
         return "batching", "operation sparse_attn alone: a token alone differs from the same token in a batch"
     # The gate itself saw what kind of difference it is, and not only what it is not.
     explained = own != spec_of(first.point).component and not first.details.get("by_exclusion", False)
@@ -181,9 +180,8 @@ def cause(first: Verdict, failed: Sequence[Verdict]) -> tuple[str, str]:
         return "batching", "only batch rows after the first differ"
     if explained:
         made_by = [op for op in made_by if own == "rope" and op in TURNS]
-    for op in made_by:
-        component, because = _of_operation(op, own, red)
-        return component, because or f"operation {op} alone is red, too"
+    if made_by:
+        return _of_operation(made_by[0], own, red)
     if name == "attn.indexer.compressor":
         return "indexer", "the layer's own entries are right, so it is no part that both compressors share"
     return own, first.details.get("because") or (first.reason if first.gate in WITNESSED else "")
@@ -200,9 +198,9 @@ def operations_behind(point: str) -> frozenset[str]:
     return frozenset(made_by)
 
 
-def _in_company(failed: Iterable[Verdict]) -> bool:
+def _in_company(red: dict[str, Verdict]) -> bool:
     """Attention of a token depends on the others of its call: judged alone against itself, bit for bit."""
-    return any(v.gate == "operation.sparse_attn" and "alone = in a batch" in v.point for v in failed)
+    return "sparse_attn" in red and IN_COMPANY in red["sparse_attn"].point
 
 
 def _of_operation(op: str, own: str, red: dict[str, Verdict]) -> tuple[str, str]:
@@ -211,7 +209,7 @@ def _of_operation(op: str, own: str, red: dict[str, Verdict]) -> tuple[str, str]
             if pair[0] == "act_quant" and "linear_fp8" in red:  # what reads weights is wrong, too: no encoder, but the scales
                 return "experts quant", "operations act_quant, store_window and linear_fp8 alone are red: their scales"
             return component, f"{said}: operations {' and '.join(pair)} alone are red"
-    if op == "sparse_attn" and own == OPERATIONS[op].component and ("batching" in red or _in_company(red.values())):
+    if op == "sparse_attn" and own == OPERATIONS[op].component and ("batching" in red or _in_company(red)):
         return "batching", f"operation {op} alone is red, and a row alone differs from the same row in a batch"
     if op in OPERATIONS:
         component = own if op in SHARED else FILED.get(op, OPERATIONS[op].component)

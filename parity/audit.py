@@ -405,15 +405,17 @@ class Audit:
         """
         if self.red is None or self.cache is None or self.cache.holds(self._key_of(phase, tokens, lengths, self._choices(phase, step))):
             return False
-        usual = self.cache.load(self._key_of(phase, tokens, lengths, {}, "usual")) if self.cache.holds(self._key_of(phase, tokens, lengths, {}, "usual")) else None
-        if usual is None or not self.cache.holds(self._key_of(phase, tokens, lengths, usual.tensors)):
+        known = self._key_of(phase, tokens, lengths, {}, "usual")
+        usual = self.cache.load(known) if self.cache.holds(known) else None
+        if usual is None or not self.cache.holds(key := self._key_of(phase, tokens, lengths, usual.tensors)):
             return False
         before, floors, clamped = self._snapshots, {key: floor.copy() for key, floor in self.floors.items()}, self.clamped
-        self.history.append(ReferencePass(phase, step, tokens, lengths, usual.tensors, self._key_of(phase, tokens, lengths, usual.tensors)))
-        found = self._reference_pass(self.history[-1])
-        if not self._isolated(self.history[-1]):
+        one = ReferencePass(phase, step, tokens, lengths, usual.tensors, key)
+        self.history.append(one)
+        found = self._reference_pass(one)
+        if not self._isolated(one):
             return False  # it crashed
-        self._noise(self.history[-1], found)
+        self._noise(one, found)
         if self.red(self, phase, step, True):
             self._forget_after_stray(phase, step, usual.tensors)
             self.stopped = f"the fault profile stops where a layer alone is red and other experts or entries are chosen: {phase}" + (f" step {step}" if step is not None else "")
