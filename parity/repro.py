@@ -440,7 +440,7 @@ def _layer_part(audit: Audit, place: Place, point: str, spent: int) -> tuple[dic
     if spent + sum(t.numel() * t.element_size() for t in tensors.values()) > LIMIT_BYTES:
         return {}, {}
     facts = {
-        "layer": place.layer, "decode": place.decode, "batch": audit.batch, "max_context": audit.plan.max_context, "prefill_chunk": audit.production.prefill_chunk,
+        "layer": place.layer, "decode": place.decode, "batch": audit.batch, "max_context": audit.plan.max_context, "prefill_chunk": audit.production.prefill_chunk, "variants": audit.production.plan.name,
         "is_hash": audit.config.is_hash(place.layer), "weights": {name: [str(w.dtype).removeprefix("torch."), list(w.shape)] for name, w in named.items()},
     }  # fmt: skip
     return facts, tensors

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from production import ops
 from production.launch import KernelError
-from production.ops import attention as ops
 from reference import formats
 from reference import ops as ref
 from reference.ops import Sums

@@ -22,6 +22,7 @@ from parity.unit.worlds import write_checkpoint
 from production import ops
 from production.model import POLICY
 from production.moe import MoE
+from production.variants import plan_of
 from production.weights import load_weights
 from production.workspace import SharedBuffers, Step, Workspace
 from reference.checkpoint import Checkpoint
@@ -100,7 +101,9 @@ def run_moe(moe: MoE, world: Checkpoint, layer: int, x: Tensor, tokens: Tensor, 
     ops.token_positions(device, start, count, call.flat.position, call.flat.row)
     taps = Taps(points_of_model(config))
     seen: dict[str, Tensor] = {}
-    step = Step(call=call, b=b, s=s, start=start, count=count, decode=s == 1, entries=0, at=f"layers.{layer}", taps=taps, choices={})
+    plan = plan_of(None, device)
+    variants = plan.decode if s == 1 else plan.prefill
+    step = Step(call=call, b=b, s=s, start=start, count=count, decode=s == 1, variants=variants, entries=0, at=f"layers.{layer}", taps=taps, choices={})
     names = [f"layers.{layer}.ffn.{name}" for name in ("experts", "weights", "routed", "out")]
     with taps.observe(names, lambda point, value: seen.__setitem__(point.rsplit(".", 1)[1], value.detach().cpu().clone())):
         moe(x.reshape(b * s, D), step)

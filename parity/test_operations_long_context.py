@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parity.session import run_of
-from production.ops import attention as ops
+from production import ops
 from production.ops import dense
 from production.weights import inv_freq
 from reference import formats

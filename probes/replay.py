@@ -28,6 +28,7 @@ from probes.core.trace import join
 from production.cache import decode_entries, decode_index_keys
 from production.launch import Device, open_device
 from production.model import Transformer
+from production.variants import plan_of
 from production.weights import (
     AttentionWeights,
     CompressorWeights,
@@ -153,7 +154,7 @@ def _current(repro: Repro, device: Device) -> tuple[Tensor, list[dict[str, Any]]
     full = _config(repro)
     config = dataclasses.replace(full, num_hidden_layers=1, compress_ratios=(full.ratio(layer),), num_hash_layers=int(bool(facts["is_hash"])))
     weights = ModelWeights(_stand_in("bfloat16", [1, 1]), (_weights(repro, "", where),), HyperWeights(*(_stand_in("float32", [1]),) * 3), _stand_in("float32", [1]), _stand_in("bfloat16", [1, 1]))
-    model = Transformer(config, weights, LoadAudit(), device, int(facts["max_context"]), int(facts["prefill_chunk"]))
+    model = Transformer(config, weights, LoadAudit(), device, int(facts["max_context"]), int(facts["prefill_chunk"]), plan_of(facts.get("variants"), device))
     state = model.new_state(int(facts["batch"]), int(facts["max_context"]))
     state.import_layer(0, {name[6:]: value for name, value in repro.tensors.items() if name.startswith("state|")})
     choices = {f"layers.0.{name[7:]}": value for name, value in repro.tensors.items() if name.startswith("choice|")}

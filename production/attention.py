@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def linear_fp8(dev: Device, x: Tensor, w: Linear8, out: Tensor, step: Step, groups: int = 1) -> None:
     """out [T, N] bf16 = x [T, K] times an FP8 matrix, in the variant of the phase."""
-    ops.linear_fp8(dev, x, w.weight, w.scale, out, groups=groups, variant=step.variant)
+    ops.linear_fp8(dev, x, w.weight, w.scale, out, groups=groups, variant=step.variants.linear)
 
 
 class _Compressor:
@@ -38,8 +38,8 @@ class _Compressor:
     def pool(self, x: Tensor, buf: PoolBuffers, kv: Tensor, gate: Tensor, step: Step) -> None:
         """x [T, D] bf16, state rows kv, gate -> buf.rows [b, E, d'], pooled and normed, not yet rotated; buf.entry."""
         dev, w = self.dev, self.weights
-        ops.linear_bf16(dev, x, w.wkv, buf.kv.view(len(x), -1), variant=step.variant)
-        ops.linear_bf16(dev, x, w.wgate, buf.gate.view(len(x), -1), variant=step.variant)
+        ops.linear_bf16(dev, x, w.wkv, buf.kv.view(len(x), -1), variant=step.variants.linear)
+        ops.linear_bf16(dev, x, w.wgate, buf.gate.view(len(x), -1), variant=step.variants.linear)
         if step.decode:
             ops.compressor_step(
                 dev, buf.kv[:, 0], buf.gate[:, 0], w.ape, kv, gate, step.start, step.count,
@@ -109,14 +109,14 @@ class Indexer:
         ops.hadamard_e2m1(dev, buf.index_q_raw.flatten(0, 1), buf.index_q.flatten(0, 1))
         step.emit("attn.indexer.q", buf.index_q)
         ops.linear_bf16(
-            dev, x, self.weights.weights_proj, buf.index_weights, scale=di**-0.5 * hi**-0.5, round_bf16=True, variant=step.variant
+            dev, x, self.weights.weights_proj, buf.index_weights, scale=di**-0.5 * hi**-0.5, round_bf16=True, variant=step.variants.linear
         )  # fmt: skip
         step.emit("attn.indexer.weights", buf.index_weights)
         self.compressor(x, cache, step)
         score = step.call.score(max(1, step.entries))  # [T, E]
-        ops.indexer_score(dev, buf.index_q, buf.index_weights, cache.keys, cache.scales, buf.position, buf.row, score, ratio=4)
+        ops.indexer_score(dev, buf.index_q, buf.index_weights, cache.keys, cache.scales, buf.position, buf.row, score, ratio=4, variant=step.variants.indexer_score)
         step.emit("attn.indexer.score", score if step.entries else score[:, :0])
-        ops.topk(dev, score, buf.position, buf.selected, ratio=4)
+        ops.topk(dev, score, buf.position, buf.selected, ratio=4, variant=step.variants.topk)
         step.emit("attn.selected", buf.selected)
         return buf.selected
 
@@ -189,12 +189,13 @@ class Attention:
                 dev, buf.q, cache.ring, cache.ring_position, cache.entries, selected, buf.position, buf.row,
                 self.weights.attn_sink, buf.o, window=c.sliding_window, ratio=self.ratio,
                 splits=state.splits[self.ratio], part_o=state.part_o[self.ratio], part_ml=state.part_ml[self.ratio],
-                visible=visible,
+                visible=visible, variant=step.variants.sparse_attn,
             )  # fmt: skip
         else:
             ops.sparse_attn(
                 dev, buf.q, cache.ring, cache.ring_position, cache.entries, selected, buf.position, buf.row,
                 self.weights.attn_sink, buf.o, window=c.sliding_window, ratio=self.ratio, visible=visible,
+                variant=step.variants.sparse_attn,
             )  # fmt: skip
         if visible is not None:
             step.emit("attn.visible", visible)

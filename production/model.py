@@ -29,6 +29,7 @@ from production.cache import Backup, KVCache, cost
 from production.door import Choices, checked_choices, checked_tokens
 from production.launch import Device, open_device
 from production.moe import MoE
+from production.variants import Plan, plan_of
 from production.weights import HyperWeights, LayerWeights, LoadAudit, ModelWeights, load_weights
 from production.workspace import Call, Step, Workspace
 from reference.checkpoint import Checkpoint
@@ -52,7 +53,7 @@ class HyperConnection:
         c, w, buf = self.config, self.w, step.call.flat
         ops.hc_pre(
             self.dev, X, w.fn, w.base, w.scale, buf.pre, buf.post, buf.comb, buf.a,
-            c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps,
+            c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps, variant=step.variants.hyper_connection,
         )  # fmt: skip
         step.emit(f"{self.name}.pre", buf.pre)
         step.emit(f"{self.name}.post", buf.post)
@@ -151,16 +152,17 @@ class Transformer:
     config, layers, taps    as everywhere
     policy                  its rounding points
     device                  where kernels run
+    plan                    which variant of each kernel a phase runs
     audit                   where each tensor of the checkpoint went
     """
 
     policy = POLICY
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, audit: LoadAudit, device: Device, max_context: int, prefill_chunk: int
+        self, config: ModelConfig, weights: ModelWeights, audit: LoadAudit, device: Device, max_context: int, prefill_chunk: int, plan: Plan
     ) -> None:
         self.config, self.weights, self.audit, self.device = config, weights, audit, device
-        self.max_context, self.prefill_chunk = max_context, prefill_chunk
+        self.max_context, self.prefill_chunk, self.plan = max_context, prefill_chunk, plan
         self.layers = tuple(range(len(weights.layers)))
         self.taps = Taps(points_of_model(config, self.layers))
         self.blocks = [Block(device, config, layer, weights.layers[layer]) for layer in self.layers]
@@ -263,7 +265,7 @@ class Transformer:
         return (
             f"production: {len(self.layers)} layers, {len(self.audit.records)} tensors, {self.audit.device_bytes / 1e6:.1f} MB "
             f"of weights on {self.device.name} ({self.device.arch}), max context {self.max_context} at {constant / 1e6:.2f} MB and "
-            f"{per_token:.1f} B a token, prefill chunk {self.prefill_chunk}, rounds at {', '.join(sorted(self.policy))}"
+            f"{per_token:.1f} B a token, prefill chunk {self.prefill_chunk}, {self.plan.name} variants, rounds at {', '.join(sorted(self.policy))}"
         )
 
     def _check_state(self, state: State) -> None:
@@ -292,12 +294,12 @@ class Transformer:
         ops.rms_norm(dev, buf.a, self.weights.norm, buf.x, c.rms_norm_eps)
         self.taps.emit("norm", buf.x.view(b, s, -1))
         if decode:
-            ops.linear_bf16(dev, buf.x, self.weights.head, logits[:, 0], variant="thin")
+            ops.linear_bf16(dev, buf.x, self.weights.head, logits[:, 0], variant=self.plan.decode.linear)
         else:
             for row, n in enumerate(counts):
                 logits[row, n:].fill_(torch.nan)
                 if n:
-                    ops.linear_bf16(dev, buf.x[row * s : row * s + n], self.weights.head, logits[row, :n], variant="mma")
+                    ops.linear_bf16(dev, buf.x[row * s : row * s + n], self.weights.head, logits[row, :n], variant=self.plan.prefill.linear)
         self.taps.emit("logits", logits)
         ops.advance(dev, cache.lengths.view(-1), count.view(-1))
         cache.advanced(range(len(self.layers)), counts)
@@ -312,6 +314,7 @@ class Transformer:
             start=state.cache.layers[layer].length,
             count=count,
             decode=decode,
+            variants=self.plan.decode if decode else self.plan.prefill,
             entries=state.cache.entry_count(layer, counts),
             at=f"layers.{layer}",
             taps=self.taps,
@@ -334,6 +337,7 @@ def load(
     kernels_dir: str | Path | None = None,
     checked: bool = False,
     mma_sum: str = "fma_chain",
+    variants: str | None = None,
     **device_options: Any,
 ) -> Transformer:
     """Read a checkpoint, put its packed weights on the device and build the model.
@@ -341,6 +345,7 @@ def load(
     layers          None, or a prefix range(0, n): embed, those layers, hc_head, norm, head
     max_context     tokens a row may hold (--max-context); None: 8192, or what the model allows when that is less
     prefill_chunk   tokens of a row that go through the layers at once
+    variants        plan of kernel variants: "portable", "fast", None: fast on sm_90a, else portable (production/variants.py)
     kernels_dir, checked, mma_sum, ...   of production.launch.open_device
     """
     checkpoint = Checkpoint(checkpoint_dir, layers)
@@ -353,4 +358,4 @@ def load(
         raise InputError(f"prefill_chunk={prefill_chunk!r}: expected an integer >= 1")
     opened = open_device(device, checked=checked, mma_sum=mma_sum, kernels_dir=None if kernels_dir is None else Path(kernels_dir), **device_options)
     weights, audit = load_weights(checkpoint, opened.torch_device)
-    return Transformer(checkpoint.config, weights, audit, opened, max_context, prefill_chunk)
+    return Transformer(checkpoint.config, weights, audit, opened, max_context, prefill_chunk, plan_of(variants, opened))

@@ -24,7 +24,7 @@ class Gate:
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """x [T, D] -> experts [T, k] i32 ascending, -1 for pads; buf.weights [T, k] f32."""
         dev, c, buf = self.dev, self.config, step.call.flat
-        ops.linear_bf16(dev, x, self.w.weight, buf.gate_logits, variant=step.variant)
+        ops.linear_bf16(dev, x, self.w.weight, buf.gate_logits, variant=step.variants.linear)
         ops.gate_scores(dev, buf.gate_logits, c.scoring_func, buf.scores)
         step.emit("ffn.gate", buf.scores)
         ops.gate_choose(dev, buf.scores, self.w.bias, self.w.tid2eid, buf.tokens, buf.position, buf.experts)
@@ -80,8 +80,8 @@ class MoE:
         buf = step.call.flat
         experts = self.gate(x, step)
         ops.act_quant(self.dev, x, buf.x_q)
-        self.experts(buf.x_q, experts, step.call, step.variant)
-        self.shared_experts(buf.x_q, step.call.shared, buf.shared, step.variant)
+        self.experts(buf.x_q, experts, step.call, step.variants.experts)
+        self.shared_experts(buf.x_q, step.call.shared, buf.shared, step.variants.linear)
         ops.moe_combine(self.dev, buf.down, experts, buf.shared, buf.routed, buf.y)
         step.emit("ffn.routed", buf.routed)
         step.emit("ffn.shared_experts", buf.shared)

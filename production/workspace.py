@@ -17,6 +17,7 @@ from torch import Tensor
 
 from production import ops
 from production.cache import entry_capacity
+from production.variants import Variants
 from reference.config import ModelConfig
 from reference.points import Taps
 
@@ -231,7 +232,7 @@ class Step:
     call      buffers of this shape
     start     [b] i32, tokens the layer held before | count [b] i32, tokens of this call (device)
     decode    True: the single-token kernels
-    variant   of the linears, one per phase: a token's result does not depend on how many come with it
+    variants  of the phase's kernels: a token's result does not depend on how many come with it
     entries   complete entries after this call, largest of the rows (host, for sizes)
     at        "layers.N", the prefix of its points
     choices   given choices by full point name, [T, k] i32 with -1 for pads
@@ -243,14 +244,11 @@ class Step:
     start: Tensor
     count: Tensor
     decode: bool
+    variants: Variants
     entries: int
     at: str
     taps: Taps
     choices: Mapping[str, Tensor]
-
-    @property
-    def variant(self) -> str:
-        return "thin" if self.decode else "mma"
 
     def wants(self, point: str) -> bool:
         return self.taps.wants(f"{self.at}.{point}")

@@ -1,4 +1,5 @@
-"""Typed wrappers of the kernels: `dense` works on one token at a time, `attention` reads and writes the KV cache.
+"""Typed wrappers of the kernels. `dense` and `hyper_connection` work on one token at a time; `storage` writes the KV cache,
+`indexer` and `sparse_attn` read it.
 
     from production import ops
     ops.rms_norm(device, x, weight, out, eps=1e-6)
@@ -6,22 +7,6 @@
 Shapes, layouts and variants are in the docstring of each wrapper. Tests: pytest parity/ -k operations.
 """
 
-from production.ops.attention import (
-    compressor_prefill,
-    compressor_step,
-    entry_bytes,
-    hadamard_e2m1,
-    hc_head,
-    hc_post,
-    hc_pre,
-    indexer_score,
-    sparse_attn,
-    splits_for,
-    store_entries,
-    store_index_keys,
-    store_window,
-    topk,
-)
 from production.ops.dense import (
     act_quant,
     advance,
@@ -40,6 +25,11 @@ from production.ops.dense import (
     swiglu,
     token_positions,
 )
+from production.ops.hyper_connection import hc_head, hc_post, hc_pre
+from production.ops.indexer import hadamard_e2m1, indexer_score, topk
+from production.ops.layout import entry_bytes
+from production.ops.sparse_attn import sparse_attn, splits_for
+from production.ops.storage import compressor_prefill, compressor_step, store_entries, store_index_keys, store_window
 
 __all__ = [
     "act_quant",

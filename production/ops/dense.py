@@ -6,7 +6,7 @@ Each wrapper checks what the kernel relies on, picks a variant by the number of 
 it; `device.ran` records what really ran. Outputs belong to the caller and nothing is allocated. A kernel that cannot run
 raises KernelError: nothing falls back to torch. T = flat tokens of a call, R = rows, position [T] i32 is -1 for pads,
 whose outputs stay untouched or are anything. "(rs)": dim 0 may have any stride.
-Not here: whatever reads the KV cache (attention.py). Tests: pytest parity/test_operations_dense.py.
+Not here: whatever reads the KV cache (indexer.py, sparse_attn.py). Tests: pytest parity/test_operations_dense.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,54 @@
+"""Which variant of each kernel a phase runs: one plan for decode and one for prefill.
+
+    model = production.load("checkpoints/tiny-dsv4", variants="fast")      # or "portable"; None: fast on sm_90a, else portable
+
+A phase keeps its variants whatever the batch or the length, so that a token's result does not depend on what comes with it.
+`portable` runs everywhere and is what the CPU device audits by default; `fast` is what a Hopper GPU runs. Fast variants that
+need no Hopper instruction run on the CPU too. Tests: parity/unit/test_variants.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from production.launch import Device
+from reference.config import InputError
+
+
+@dataclass(frozen=True)
+class Variants:
+    """Variants of one phase, by operation; the names are those of the wrappers in production/ops. None: the wrapper's default.
+
+    linear          of linear_bf16 and linear_fp8 | experts  of experts_up and experts_down
+    indexer_score, topk, sparse_attn, hyper_connection   as the wrappers
+    """
+
+    linear: str
+    experts: str
+    indexer_score: str | None = None
+    topk: str | None = None
+    sparse_attn: str | None = None
+    hyper_connection: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """name, and the variants of both phases."""
+
+    name: str
+    decode: Variants
+    prefill: Variants
+
+
+PORTABLE = Plan("portable", decode=Variants(linear="thin", experts="thin"), prefill=Variants(linear="mma", experts="mma"))
+FAST = Plan("fast", decode=Variants(linear="thin", experts="thin"), prefill=Variants(linear="mma", experts="mma"))
+PLANS = {plan.name: plan for plan in (PORTABLE, FAST)}
+
+
+def plan_of(name: str | None, device: Device) -> Plan:
+    """The plan of that name; None takes the device's own. Raises InputError."""
+    if name is None:
+        return FAST if device.arch == "sm_90a" else PORTABLE
+    if name not in PLANS:
+        raise InputError(f"--variants {name!r}: there are {', '.join(PLANS)}")
+    return PLANS[name]
