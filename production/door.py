@@ -39,9 +39,10 @@ def checked_tokens(config: ModelConfig, tokens: Tensor, batch: int, lengths: Ten
         if not all(0 <= n <= s for n in counts):
             raise InputError(f"lengths: expected 0 .. {s}, got {counts}")
     for row, (ids, n) in enumerate(zip(tokens.tolist(), counts, strict=True)):
-        for column in range(n):
-            if not 0 <= ids[column] < config.vocab_size:
-                raise InputError(f"tokens[{row}, {column}] = {ids[column]}: token ids run from 0 to {config.vocab_size - 1}")
+        valid = ids if n == s else ids[:n]
+        if n and not (min(valid) >= 0 and max(valid) < config.vocab_size):  # NOTE: of lists: a tensor made here would be an allocation of decode
+            column = next(at for at, token in enumerate(valid) if not 0 <= token < config.vocab_size)
+            raise InputError(f"tokens[{row}, {column}] = {ids[column]}: token ids run from 0 to {config.vocab_size - 1}")
     return counts
 
 

@@ -178,25 +178,37 @@ class Transformer:
             raise InputError(f"max_context={context!r}: expected 1 to {self.max_context}, what the model was loaded with (--max-context)")
         return State(self, batch, context)
 
-    def prefill(self, tokens: Tensor, state: State, lengths: Tensor | Sequence[int] | None = None, choices: Choices | None = None) -> Tensor:
-        """tokens [b, s] int64, right-padded; lengths [b] valid ones of this call -> logits [b, s, vocab] f32, pads NaN.
+    def prefill(
+        self, tokens: Tensor, state: State, lengths: Tensor | Sequence[int] | None = None, choices: Choices | None = None, logits: str = "all"
+    ) -> Tensor:
+        """tokens [b, s] int64, right-padded; lengths [b] valid ones of this call -> logits, NaN where there is no token.
 
+        logits   "all": [b, s, vocab] f32, every token's; "last": [b, vocab] f32, those of each row's last valid token, the same
+                 bits. NOTE: a million tokens of "all" are 542 GB at the published vocabulary; "last" takes none of it.
         Each row goes on at its own position. An error leaves the state untouched.
         """
         c, layers = self.config, range(len(self.layers))
         self._check_state(state)
         counts = checked_tokens(c, tokens, state.batch, lengths)
         b, s = tokens.shape
+        if logits not in ("all", "last"):
+            raise InputError(f"logits={logits!r}: expected 'all' or 'last'")
+        last = logits == "last"
+        if last and self.taps.wants("logits"):
+            raise InputError("logits='last': the point 'logits' is observed, which takes every token's; use logits='all'")
         state.cache.check_level()
         state.cache.check_room(layers, counts)
         given = checked_choices(c, choices, state.cache, counts, s, self.layers)
-        logits = torch.empty(b, s, self.config.vocab_size, dtype=torch.float32, device=self.device.torch_device)
+        out = torch.empty((b, c.vocab_size) if last else (b, s, c.vocab_size), dtype=torch.float32, device=self.device.torch_device)
+        if last:
+            out.fill_(torch.nan)  # a row without a token has no last one
         with state.backup.kept_on_error(layers):
             for c0 in range(0, s, state.workspace.chunk):
                 c1 = min(s, c0 + state.workspace.chunk)
                 part = [min(max(n - c0, 0), c1 - c0) for n in counts]
-                self._forward(tokens[:, c0:c1], state, part, _chunk_of(given, c0, c1), False, logits[:, c0:c1])
-        return logits
+                ends = [c0 < n <= c1 for n in counts]
+                self._forward(tokens[:, c0:c1], state, part, _chunk_of(given, c0, c1), False, out if last else out[:, c0:c1], ends if last else None)
+        return out
 
     def decode(self, tokens: Tensor, state: State, choices: Choices | None = None, out: Tensor | None = None) -> Tensor:
         """tokens [b] int64, one for every row -> logits [b, vocab] f32, into `out` when given: then nothing is allocated."""
@@ -274,8 +286,13 @@ class Transformer:
 
     # ---- one chunk through all layers ----
 
-    def _forward(self, tokens: Tensor, state: State, counts: list[int], choices: Choices, decode: bool, logits: Tensor) -> None:
-        """tokens [b, s] -> logits [b, s, vocab] (a view), written in place; the state goes on."""
+    def _forward(
+        self, tokens: Tensor, state: State, counts: list[int], choices: Choices, decode: bool, logits: Tensor, ends: list[bool] | None = None
+    ) -> None:
+        """tokens [b, s] -> logits [b, s, vocab] (a view), written in place; the state goes on.
+
+        ends   not None: logits [b, vocab], of the last token of rows that end here
+        """
         dev, c, cache = self.device, self.config, state.cache
         b, s = tokens.shape
         call = state.workspace.at(s)
@@ -295,12 +312,18 @@ class Transformer:
         self.taps.emit("norm", buf.x.view(b, s, -1))
         if decode:
             ops.linear_bf16(dev, buf.x, self.weights.head, logits[:, 0], variant=self.plan.decode.linear)
-        else:
+        elif ends is None:
             for row, n in enumerate(counts):
                 logits[row, n:].fill_(torch.nan)
                 if n:
                     ops.linear_bf16(dev, buf.x[row * s : row * s + n], self.weights.head, logits[row, :n], variant=self.plan.prefill.linear)
-        self.taps.emit("logits", logits)
+        else:
+            for row, n in enumerate(counts):
+                last = row * s + n - 1
+                if ends[row]:
+                    ops.linear_bf16(dev, buf.x[last : last + 1], self.weights.head, logits[row : row + 1], variant=self.plan.prefill.linear)
+        if ends is None:
+            self.taps.emit("logits", logits)
         ops.advance(dev, cache.lengths.view(-1), count.view(-1))
         cache.advanced(range(len(self.layers)), counts)
 

@@ -7,6 +7,7 @@ rounding that reached an FP4 key or an expert.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,12 @@ from torch import Tensor
 import production
 import reference.model
 from parity.unit.worlds import PROMPTS, prompt, write_checkpoint
+from production.door import checked_tokens
 from production.engine import count_allocations, greedy, logits_hash
 from production.model import POLICY, State, Transformer
 from production.weights import load_weights
 from reference.checkpoint import Checkpoint
-from reference.config import InputError
+from reference.config import InputError, ModelConfig
 from reference.formats import PUBLISHED
 from reference.points import INDICES, SCORES, points_of_layer, points_of_model, spec_of
 
@@ -579,3 +581,58 @@ def test_the_model_says_what_ran(loaded) -> None:
     sources = {source for source, _, arch, build, launches in model.kernels() if arch.startswith("cpu") and build and launches}
     assert {"rms_norm", "rope", "sparse_attn", "compressor", "topk", "experts", "hyper_connection"} <= sources
     assert "kv.e4m3" in model.describe()
+
+
+@pytest.mark.parametrize("variants", ["portable", "fast"])
+@pytest.mark.parametrize("lengths", [None, [300, 1], [0, 170], [129, 300]])
+def test_last_logits_of_a_prefill_are_those_of_all_bit_for_bit(checkpoint, lengths, variants) -> None:
+    model = production.load(checkpoint("small"), max_context=400, prefill_chunk=64, variants=variants)
+    tokens = torch.tensor([prompt(300, model.config.vocab_size), prompt(300, model.config.vocab_size, 700)])
+    one, two = model.new_state(2), model.new_state(2)
+    every, last = model.prefill(tokens, one, lengths), model.prefill(tokens, two, lengths, logits="last")
+    assert last.shape == (2, model.config.vocab_size)
+    for row, n in enumerate(lengths or [300, 300]):
+        if n:
+            assert torch.equal(last[row], every[row, n - 1])
+        else:
+            assert bool(last[row].isnan().all())
+    following = tokens[:, 0]
+    assert torch.equal(model.decode(following, one), model.decode(following, two))  # the state went on alike
+
+
+def test_last_logits_take_no_memory_for_the_others_and_refuse_an_observer_of_all(checkpoint) -> None:
+    model = production.load(checkpoint("small"), max_context=400, prefill_chunk=64)
+    tokens = torch.tensor([prompt(300, model.config.vocab_size)])
+    with count_allocations() as counted:
+        model.prefill(tokens, model.new_state(), logits="last")
+    largest = 300 * model.config.vocab_size * 4
+    with count_allocations() as all_counted:
+        model.prefill(tokens, model.new_state())
+    assert all_counted.bytes - counted.bytes >= largest - model.config.vocab_size * 4
+    state = model.new_state()
+    with pytest.raises(InputError, match="expected 'all' or 'last'"):
+        model.prefill(tokens, state, logits="some")
+    with model.taps.observe(("logits",), lambda name, value: None), pytest.raises(InputError, match="use logits='all'"):
+        model.prefill(tokens, state, logits="last")
+    assert state.length.tolist() == [0]
+
+
+@pytest.mark.parametrize(("at", "token"), [((0, 0), -1), ((1, 17), 10**6), ((1, 29), -5)])
+def test_the_first_bad_token_is_named_and_pads_may_be_anything(at, token) -> None:
+    config = ModelConfig.from_dir(TINY)
+    tokens = torch.zeros(2, 40, dtype=torch.int64)
+    tokens[:, 30:] = 10**9
+    assert checked_tokens(config, tokens, 2, [30, 30]) == [30, 30]
+    assert checked_tokens(config, tokens, 2, [0, 30]) == [0, 30]
+    tokens[at] = token
+    tokens[1, 29] = -5
+    with pytest.raises(InputError, match=rf"tokens\[{at[0]}, {at[1]}\] = {token}: token ids run from 0 to {config.vocab_size - 1}"):
+        checked_tokens(config, tokens, 2, [30, 30])
+
+
+def test_a_million_tokens_are_checked_in_a_moment() -> None:
+    config = ModelConfig.from_dir(TINY)
+    tokens = torch.zeros(1, 1 << 20, dtype=torch.int64)
+    began = time.process_time()
+    checked_tokens(config, tokens, 1, None)
+    assert time.process_time() - began < 2.0
