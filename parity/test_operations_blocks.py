@@ -103,7 +103,7 @@ def run_moe(moe: MoE, world: Checkpoint, layer: int, x: Tensor, tokens: Tensor, 
     seen: dict[str, Tensor] = {}
     plan = plan_of(None, device)
     variants = plan.decode if s == 1 else plan.prefill
-    step = Step(call=call, b=b, s=s, start=start, count=count, decode=s == 1, variants=variants, entries=0, at=f"layers.{layer}", taps=taps, choices={})
+    step = Step(device=device, call=call, b=b, s=s, start=start, count=count, decode=s == 1, variants=variants, entries=0, at=f"layers.{layer}", taps=taps, choices={})
     names = [f"layers.{layer}.ffn.{name}" for name in ("experts", "weights", "routed", "out")]
     with taps.observe(names, lambda point, value: seen.__setitem__(point.rsplit(".", 1)[1], value.detach().cpu().clone())):
         moe(x.reshape(b * s, D), step)

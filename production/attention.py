@@ -8,6 +8,7 @@ Axes: reference/points.py. Tests: parity/unit/test_production.py.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -151,19 +152,15 @@ class Attention:
         ops.rms_norm(dev, buf.kv_raw, w.kv_norm, buf.kv, eps)
         ops.rope(dev, buf.kv[:, None], buf.position, self.freq)
         ops.store_window(dev, buf.kv, buf.position, buf.row, cache.ring, cache.ring_position)
-        if step.wants("attn.kv"):
-            step.emit("attn.kv", state.cache.read_window(layer, buf.position.view(step.b, step.s)).flatten(0, 1))
+        step.show("attn.kv", lambda: state.cache.read_window(layer, buf.position.view(step.b, step.s)))
 
         selected = None
         if self.compressor is not None:
             self.compressor(x, cache, step)
-            if step.wants("attn.compressor"):
-                step.emit("attn.compressor", state.cache.read_entries(layer, step.completed(self.ratio)).flatten(0, 1))
+            step.show("attn.compressor", lambda: state.cache.read_entries(layer, step.completed(self.ratio)))
         if self.indexer is not None:
             selected = self.indexer(x, buf.qr_q, cache, step)
-            if step.wants("attn.indexer.compressor"):
-                rows = state.cache.read_index_keys(layer, step.completed(self.ratio))
-                step.emit("attn.indexer.compressor", rows.flatten(0, 1))
+            step.show("attn.indexer.compressor", lambda: state.cache.read_index_keys(layer, step.completed(self.ratio)))
             selected = step.choices.get(f"{step.at}.attn.selected", selected)
 
         self.core(cache, selected, state, step)
@@ -183,7 +180,8 @@ class Attention:
         visible = None
         if step.wants("attn.visible"):
             entries = 0 if cache.entries is None else cache.entries.shape[1] if selected is None else selected.shape[1]
-            visible = torch.full((step.call.T, c.sliding_window + entries), -1, dtype=torch.int32, device=dev.torch_device)
+            visible = torch.empty(step.call.T, c.sliding_window + entries, dtype=torch.int32, device=dev.torch_device)
+            dev.host_step(partial(visible.fill_, -1))
         if step.decode:
             ops.sparse_attn(
                 dev, buf.q, cache.ring, cache.ring_position, cache.entries, selected, buf.position, buf.row,

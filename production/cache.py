@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import TypeVar
 
@@ -204,10 +205,12 @@ class KVCache:
         for layer in layers:
             self.mirror[layer] = [length + count for length, count in zip(self.mirror[layer], counts, strict=True)]
 
-    def entry_count(self, layer: int, counts: list[int]) -> int:
-        """The largest number of complete entries of a layer after `counts` more tokens."""
+    def entry_count(self, layer: int, counts: list[int] | None) -> int:
+        """The largest number of complete entries of a layer after `counts` more tokens; None: at any length, its capacity."""
         ratio = self.layers[layer].ratio
-        return max((n + count) // ratio for n, count in zip(self.mirror[layer], counts, strict=True)) if ratio else 0
+        if ratio and counts is None:
+            return entry_capacity(ratio, self.max_context)
+        return max((n + count) // ratio for n, count in zip(self.mirror[layer], counts, strict=True)) if ratio and counts is not None else 0
 
     # ---- inspection: the bytes as values, in torch ----
 
@@ -380,10 +383,16 @@ def encode_entries(rows: Tensor, config: ModelConfig) -> Tensor:
 def decode_index_keys(keys: Tensor, scales: Tensor) -> Tensor:
     """[..., di/2] u8 pairs (low nibble first) and [..., di/32] e8m0 -> [..., di] f32."""
     codes = torch.stack((keys & 15, keys >> 4), -1).flatten(-2).long()
-    magnitudes = torch.tensor(E2M1_VALUES, device=keys.device)
-    values = torch.cat((magnitudes, -magnitudes))[codes]
+    values = _e2m1_table(keys.device)[codes]
     rows: Tensor = (_blocks(values, E2M1_BLOCK) * _power_of_two(scales)[..., None]).flatten(-2)
     return rows
+
+
+@cache
+def _e2m1_table(device: torch.device) -> Tensor:
+    """The 16 values by code, made once: a captured graph can read them and cannot copy them from the host."""
+    magnitudes = torch.tensor(E2M1_VALUES, device=device)
+    return torch.cat((magnitudes, -magnitudes))
 
 
 def encode_index_keys(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -415,8 +424,7 @@ def _scale_exponent(blocks: Tensor, largest: float, least: float) -> Tensor:
 
 def _power_of_two(scales: Tensor) -> Tensor:
     """e8m0 byte b -> 2^(b-127) f32, by its bits; byte 0 is the subnormal 2^-127."""
-    bits = torch.where(scales == 0, 1 << 22, scales.int() << 23)
-    return bits.to(torch.int32).view(torch.float32)
+    return (scales.int() << 23).masked_fill(scales == 0, 1 << 22).view(torch.float32)
 
 
 def _complete(length: Tensor, ratio: int) -> Tensor:

@@ -23,7 +23,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -391,13 +391,8 @@ class Kernel:
         if any(p.kind == BY_VALUE and p.size > 8 for p in table):
             raise KernelError(f"{name}: a struct by value; parameters are numbers and pointers")
         self.converter = Converter(name, self.parameters, "cpu")
-        # One block of memory, so that one range covers it: six dimensions, pointers to the values, the values.
-        count = len(self.parameters)
-        self._values_offset = 24 + 8 * count
-        self._memory = ctypes.create_string_buffer(self._values_offset + 8 * max(count, 1))
-        self._address = ctypes.addressof(self._memory)
-        pointers = [self._address + self._values_offset + 8 * i for i in range(count)]
-        struct.pack_into(f"={count}Q", self._memory, 24, *pointers)
+        self._values_offset = 24 + 8 * len(self.parameters)
+        self._memory = self._argument_memory()
         self._error = ctypes.create_string_buffer(4096)
         launch = module.runtime.cuemu_launch
         launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int,
@@ -418,21 +413,50 @@ class Kernel:
         """Runs to completion, args: tensors (or None) for pointers, numbers for the rest."""
         dims = check_launch(self.name, grid, block, shared_bytes)
         with self.module.lock:  # the memory of the arguments is the kernel's
-            struct.pack_into("=6I", self._memory, 0, *dims)
-            self.converter.pack_into(self._memory, self._values_offset, args)
-            ranges = self._ranges(args) if self.module.checked else None
-            failed = self._launch(
-                self._info_address, self._address + 24, self._address, shared_bytes, ranges, len(ranges) if ranges else 0,
-                ctypes.addressof(how), self._error, 4096,
-            )  # fmt: skip
-            message = self._error.value.decode(errors="replace") if failed else ""
-        if failed:
-            raise KernelError(f"{self.name}: {self.module.source_lines(message)}")
+            self._run(self._filled(self._memory, dims, args), self._ranges(self._memory, args), shared_bytes, how)
 
-    def _ranges(self, args: Sequence[Any]) -> Any:
-        """The memory that the kernel may touch: each tensor's own view, the arguments, and g++'s guard variables."""
-        end = self._address + len(self._memory)
-        ranges = [_AddressRange(self._address + 24, end, b"launch arguments")]
+    def baked(
+        self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], shared_bytes: int, how: _Options
+    ) -> Callable[[], None]:
+        """The launch with its arguments as they are now, pointers and numbers, to be run later and again; it keeps the tensors."""
+        dims, kept = check_launch(self.name, grid, block, shared_bytes), tuple(args)
+        memory = self._filled(self._argument_memory(), dims, kept)
+        ranges = self._ranges(memory, kept)
+
+        def run(_: Any = kept) -> None:
+            with self.module.lock:
+                self._run(memory, ranges, shared_bytes, how)
+
+        return run
+
+    def _argument_memory(self) -> ctypes.Array[ctypes.c_char]:
+        """One block, so that one range covers it: six dimensions, pointers to the values, the values."""
+        count = len(self.parameters)
+        memory = ctypes.create_string_buffer(self._values_offset + 8 * max(count, 1))
+        values = ctypes.addressof(memory) + self._values_offset
+        struct.pack_into(f"={count}Q", memory, 24, *(values + 8 * i for i in range(count)))
+        return memory
+
+    def _filled(self, memory: ctypes.Array[ctypes.c_char], dims: tuple[int, ...], args: Sequence[Any]) -> ctypes.Array[ctypes.c_char]:
+        struct.pack_into("=6I", memory, 0, *dims)
+        self.converter.pack_into(memory, self._values_offset, args)
+        return memory
+
+    def _run(self, memory: ctypes.Array[ctypes.c_char], ranges: Any, shared_bytes: int, how: _Options) -> None:
+        address = ctypes.addressof(memory)
+        failed = self._launch(
+            self._info_address, address + 24, address, shared_bytes, ranges, len(ranges) if ranges else 0,
+            ctypes.addressof(how), self._error, 4096,
+        )  # fmt: skip
+        if failed:
+            raise KernelError(f"{self.name}: {self.module.source_lines(self._error.value.decode(errors='replace'))}")
+
+    def _ranges(self, memory: ctypes.Array[ctypes.c_char], args: Sequence[Any]) -> Any:
+        """The memory that the kernel may touch: each tensor's own view, the arguments, and g++'s guard variables. None: unchecked."""
+        if not self.module.checked:
+            return None
+        address = ctypes.addressof(memory)
+        ranges = [_AddressRange(address + 24, address + len(memory), b"launch arguments")]
         for p, arg in zip(self.parameters, args, strict=True):
             if isinstance(arg, Tensor):
                 last = sum((n - 1) * stride for n, stride in zip(arg.shape, arg.stride(), strict=True))

@@ -5,14 +5,21 @@
 
 "cpu" builds kernels/*.cu with g++ and runs them on CPU tensors (production/cpu_device.py); "cuda" compiles the same files
 with NVRTC (production/cubins.py), loads the cubins through CuPy and launches them on torch's current stream. A kernel that
-cannot run raises KernelError; nothing stands in for it. Tests: parity/unit/test_launch.py.
+cannot run raises KernelError; nothing stands in for it.
+
+    with device.capture() as graph:                                   # records launches, runs none of them
+        device.launch(...)
+    graph.replay()                                                    # runs them all, with the arguments of the capture
+
+On "cuda" that is a CUDA graph; "cpu" keeps every launch with its arguments as they were converted, so that a number that a
+capture froze shows without a GPU too. Tests: parity/unit/test_launch.py, parity/unit/test_graph.py.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +31,7 @@ from production import cpu_device, cubins
 from production.signatures import Converter, KernelError, Parameter, include_closure, near, signatures
 from reference.config import InputError
 
-__all__ = ["CpuDevice", "CudaDevice", "Device", "KernelError", "Launch", "LaunchObserver", "open_device"]
+__all__ = ["CpuDevice", "CudaDevice", "Device", "Graph", "KernelError", "Launch", "LaunchObserver", "open_device"]
 
 Argument = Tensor | int | float | None
 
@@ -50,6 +57,35 @@ class LaunchObserver(Protocol):
     def after(self, launch: Launch) -> None: ...
 
 
+class Graph(ABC):
+    """Launches that were captured, in order. Pointers and numbers are those of the capture; what pointers point at is read anew.
+
+    counts      launches by (source, kernel); host_steps  pieces of torch work between them
+    replays     how often it has run
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.counts: dict[tuple[str, str], int] = {}
+        self.host_steps = self.replays = 0
+
+    @property
+    def launches(self) -> int:
+        """Kernel launches in one replay."""
+        return sum(self.counts.values())
+
+    def replay(self) -> None:
+        """Run everything once. On "cuda" it is queued on torch's current stream."""
+        self.device.check_replay()
+        self._replay()
+        self.replays += 1
+        for key, count in self.counts.items():
+            self.device.count(key, count)
+
+    @abstractmethod
+    def _replay(self) -> None: ...
+
+
 class Device(ABC):
     """Where kernels run. One file name and one kernel name choose the code, the C++ signature converts the arguments.
 
@@ -70,10 +106,11 @@ class Device(ABC):
         self._launches: dict[tuple[str, str], int] = {}
         self._builds: dict[str, str] = {}
         self._observer: LaunchObserver | None = None
+        self._graph: Graph | None = None  # the capture that is open
 
     @property
     def ran(self) -> list[tuple[str, str, str, str, int]]:
-        """(source, kernel, arch, build hash, launches) of everything that really ran."""
+        """(source, kernel, arch, build hash, launches) of everything that really ran, replays included."""
         return [(s, k, self.arch, self._builds[s], n) for (s, k), n in sorted(self._launches.items())]
 
     def source_path(self, source: str) -> Path:
@@ -99,6 +136,11 @@ class Device(ABC):
                       contiguous; other strides are arguments of their own
         shared_bytes  dynamic shared memory, at most 227 KiB
         """
+        key = (source, kernel)
+        if self._graph is not None:
+            self._capture_launch(self._graph, source, kernel, grid, block, args, shared_bytes)
+            self._graph.counts[key] = self._graph.counts.get(key, 0) + 1
+            return
         if self._observer is None:
             self._launch(source, kernel, grid, block, args, shared_bytes)
         else:
@@ -107,14 +149,56 @@ class Device(ABC):
             self._launch(source, kernel, grid, block, args, shared_bytes)
             self.synchronize()
             self._observer.after(launch)
-        key = (source, kernel)
-        self._launches[key] = self._launches.get(key, 0) + 1
+        self.count(key, 1)
+
+    def count(self, key: tuple[str, str], launches: int) -> None:
+        """Note that a kernel, (source, kernel), ran."""
+        self._launches[key] = self._launches.get(key, 0) + launches
+
+    def host_step(self, work: Callable[[], object]) -> None:
+        """Torch work between launches: run now, or with every replay when a capture is open.
+
+        What it makes must end up in a tensor that outlives it: the result is dropped. For "cuda" it neither waits nor reads back.
+        """
+        if self._graph is None:
+            work()
+        else:
+            self._capture_host_step(self._graph, work)
+            self._graph.host_steps += 1
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Record the launches and host steps inside instead of running them. KernelError when there was no launch.
+
+        Launch everything once before, so that nothing is built or loaded inside. Tensors made inside belong to the graph.
+        """
+        if self._graph is not None:
+            raise RuntimeError("a capture is open already")
+        if self._observer is not None:
+            raise RuntimeError("the device is watched: launches of a graph cannot be watched one by one")
+        with self._capturing() as graph:
+            self._graph = graph
+            try:
+                yield graph
+            finally:
+                self._graph = None
+        if not graph.launches:
+            raise KernelError("the captured graph is empty: nothing was launched inside the capture")
+
+    def check_replay(self) -> None:
+        """Raises RuntimeError where a graph cannot be replayed now."""
+        if self._graph is not None:
+            raise RuntimeError("a capture is open: a replay inside it would run at once and not be recorded")
+        if self._observer is not None:
+            raise RuntimeError("the device is watched: launches of a graph cannot be watched one by one")
 
     @contextmanager
     def watched(self, observer: LaunchObserver) -> Iterator[None]:
         """Shows every launch inside to one observer, synchronised; not inside a graph capture."""
         if self._observer is not None:
             raise RuntimeError("the device is watched already")
+        if self._graph is not None:
+            raise RuntimeError("a capture is open: its launches do not run")
         self._observer = observer
         try:
             yield
@@ -132,12 +216,36 @@ class Device(ABC):
     ) -> None: ...  # fmt: skip
 
     @abstractmethod
+    def _capturing(self) -> AbstractContextManager[Graph]: ...
+
+    @abstractmethod
+    def _capture_launch(
+        self, graph: Any, source: str, kernel: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument],
+        shared_bytes: int,
+    ) -> None: ...  # fmt: skip
+
+    @abstractmethod
+    def _capture_host_step(self, graph: Any, work: Callable[[], object]) -> None: ...
+
+    @abstractmethod
     def prebuild(self, sources: Sequence[str] | None = None) -> None:
         """Builds files side by side, None: all of the directory. What is in the cache costs nothing."""
 
     @abstractmethod
     def synchronize(self) -> None:
         """Waits until every launch has finished; errors of the device surface here."""
+
+
+class CpuGraph(Graph):
+    """Baked launches and closures, run one after another."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.steps: list[Callable[[], object]] = []
+
+    def _replay(self) -> None:
+        for step in self.steps:
+            step()
 
 
 class CpuDevice(Device):
@@ -171,6 +279,19 @@ class CpuDevice(Device):
     ) -> None:  # fmt: skip
         self._found(source, kernel).launch(grid, block, args, shared_bytes, self._options)
 
+    @contextmanager
+    def _capturing(self) -> Iterator[Graph]:
+        yield CpuGraph(self)
+
+    def _capture_launch(
+        self, graph: CpuGraph, source: str, kernel: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument],
+        shared_bytes: int,
+    ) -> None:  # fmt: skip
+        graph.steps.append(self._found(source, kernel).baked(grid, block, args, shared_bytes, self._options))
+
+    def _capture_host_step(self, graph: CpuGraph, work: Callable[[], object]) -> None:
+        graph.steps.append(work)
+
     def _found(self, source: str, kernel: str) -> cpu_device.Kernel:
         found = self._kernels.get((source, kernel))
         if found is None:
@@ -189,10 +310,22 @@ class CpuDevice(Device):
         pass
 
 
+class CudaGraph(Graph):
+    """A CUDA graph with memory of its own; the tensors of captured launches are kept."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.graph = torch.cuda.CUDAGraph()
+        self.kept: list[object] = []
+
+    def _replay(self) -> None:
+        self.graph.replay()
+
+
 class CudaDevice(Device):
     """Cubins made by NVRTC, loaded by CuPy, launched with torch's memory on torch's current stream.
 
-    Launches are captured by `torch.cuda.graph`: launch once before, so that nothing is loaded during capture.
+    A capture is torch's, on a stream of its own: launch once before, so that nothing is loaded during it.
     """
 
     def __init__(self, kernels_dir: Path | None) -> None:
@@ -231,6 +364,23 @@ class CudaDevice(Device):
     ) -> None:  # fmt: skip
         stream = _Stream(torch.cuda.current_stream(self._index).cuda_stream)
         self._found(source, kernel).launch(grid, block, args, shared_bytes, stream)
+
+    @contextmanager
+    def _capturing(self) -> Iterator[Graph]:
+        graph = CudaGraph(self)
+        with torch.cuda.device(self._index), torch.cuda.graph(graph.graph, stream=torch.cuda.Stream(self._index)):
+            yield graph
+
+    def _capture_launch(
+        self, graph: CudaGraph, source: str, kernel: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument],
+        shared_bytes: int,
+    ) -> None:  # fmt: skip
+        self._launch(source, kernel, grid, block, args, shared_bytes)
+        graph.kept.append(tuple(arg for arg in args if isinstance(arg, Tensor)))
+
+    def _capture_host_step(self, graph: CudaGraph, work: Callable[[], object]) -> None:
+        work()
+        graph.kept.append(work)
 
     def _found(self, source: str, kernel: str) -> _CudaKernel:
         found = self._kernels.get((source, kernel))

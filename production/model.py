@@ -10,7 +10,8 @@ A kernel that cannot run raises: nothing falls back. Values are rounded at the p
     model.prefill(torch.tensor([[5, 9, 7]]), state)   # [1, 3, vocab]
     model.decode(torch.tensor([3]), state)            # [1, vocab]
 
-Prefill longer than `prefill_chunk` is cut into chunks, each through all layers. A decode step allocates nothing.
+Prefill longer than `prefill_chunk` is cut into chunks, each through all layers. A decode step allocates nothing; it can be
+captured in a graph and replayed (production/graph.py).
 Tests: parity/unit/test_production.py; the audit itself: pytest parity/.
 """
 
@@ -27,6 +28,7 @@ from production import ops
 from production.attention import Attention
 from production.cache import Backup, KVCache, cost
 from production.door import Choices, checked_choices, checked_tokens
+from production.graph import DECODING, EAGER, REPLAY, DecodeGraph
 from production.launch import Device, open_device
 from production.moe import MoE
 from production.variants import Plan, plan_of
@@ -99,6 +101,7 @@ class State:
 
     splits   key splits of decode attention by ratio, fixed by capacity, so that a row's result does not depend on others
     count    [layers, b] i32, tokens of the current call; `ones` the same for decode
+    graphs   captured decode steps, by (layer or None, taps, given choices)
     """
 
     def __init__(self, model: Transformer, batch: int, max_context: int) -> None:
@@ -113,7 +116,7 @@ class State:
                 block.attn.indexer.check_widths(cache, self.workspace.at(1).pool["indexer.compressor"])
         self.count = torch.zeros(len(model.layers), batch, dtype=torch.int32, device=device)
         self.ones = torch.ones(len(model.layers), batch, dtype=torch.int32, device=device)
-        self.each_one = [1] * batch
+        self.graphs: dict[tuple[int | None, tuple[str, ...], tuple[str, ...]], DecodeGraph] = {}
         self.splits: dict[int, int] = {}
         self.part_o: dict[int, Tensor] = {}
         self.part_ml: dict[int, Tensor] = {}
@@ -153,16 +156,25 @@ class Transformer:
     policy                  its rounding points
     device                  where kernels run
     plan                    which variant of each kernel a phase runs
+    decoding                "eager": a decode step is launched kernel by kernel; "replay": from graphs kept in the state
     audit                   where each tensor of the checkpoint went
     """
 
     policy = POLICY
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, audit: LoadAudit, device: Device, max_context: int, prefill_chunk: int, plan: Plan
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        audit: LoadAudit,
+        device: Device,
+        max_context: int,
+        prefill_chunk: int,
+        plan: Plan,
+        decoding: str = EAGER,
     ) -> None:
         self.config, self.weights, self.audit, self.device = config, weights, audit, device
-        self.max_context, self.prefill_chunk, self.plan = max_context, prefill_chunk, plan
+        self.max_context, self.prefill_chunk, self.plan, self.decoding = max_context, prefill_chunk, plan, decoding
         self.layers = tuple(range(len(weights.layers)))
         self.taps = Taps(points_of_model(config, self.layers))
         self.blocks = [Block(device, config, layer, weights.layers[layer]) for layer in self.layers]
@@ -212,21 +224,22 @@ class Transformer:
 
     def decode(self, tokens: Tensor, state: State, choices: Choices | None = None, out: Tensor | None = None) -> Tensor:
         """tokens [b] int64, one for every row -> logits [b, vocab] f32, into `out` when given: then nothing is allocated."""
-        if not isinstance(tokens, Tensor) or tokens.dim() != 1:
-            raise InputError(f"tokens: expected shape [b], got {list(getattr(tokens, 'shape', []))}")
-        columns = tokens[:, None]
-        self._check_state(state)
-        counts = checked_tokens(self.config, columns, state.batch, None)
-        state.cache.check_level()
-        state.cache.check_room(range(len(self.layers)), counts)
-        given = checked_choices(self.config, choices, state.cache, counts, 1, self.layers)
-        shape, where = (state.batch, self.config.vocab_size), self.device.torch_device
-        if out is None:
-            out = torch.empty(shape, dtype=torch.float32, device=where)
-        elif out.shape != shape or out.dtype != torch.float32 or out.device.type != where.type or not out.is_contiguous():
-            raise InputError(f"out: expected contiguous {list(shape)} float32 on {where}, got {list(out.shape)} {out.dtype} on {out.device}")
+        columns, counts, given, out = self.checked_step(tokens, state, choices, out)
+        if self.decoding == REPLAY:
+            return self._graph(state, None, given).replay(columns, counts, given, out)
         self._forward(columns, state, counts, _chunk_of(given, 0, 1), True, out[:, None])
         return out
+
+    def capture(self, state: State, points: Sequence[str] = (), choices: Sequence[str] = (), layer: int | None = None, at: int = 0) -> DecodeGraph:
+        """A decode step of this state, of all layers or of one, captured in a graph; the state is left as it was.
+
+        points, choices   taps that it holds, and names of choices that it will be given
+        at                tokens a row that host code sees during the capture; it is replayed at any length
+        """
+        self._check_state(state)
+        if layer is not None and layer not in self.layers:
+            raise InputError(f"layer {layer}: this model runs layers {self.layers[0]} to {self.layers[-1]}")
+        return DecodeGraph(self, state, points, choices, layer, at)
 
     def run_layer(
         self,
@@ -239,31 +252,21 @@ class Transformer:
         decode: bool = False,
     ) -> Tensor:
         """One layer alone on given streams X [b, s, n, D] -> [b, s, n, D] f32; only this layer's state goes on."""
-        if layer not in self.layers:
-            raise InputError(f"layer {layer}: this model runs layers {self.layers[0]} to {self.layers[-1]}")
-        c = self.config
-        self._check_state(state)
-        counts = checked_tokens(c, tokens, state.batch, lengths)
+        counts, given = self.checked_layer(layer, X, tokens, state, lengths, choices, decode)
+        if decode and self.decoding == REPLAY:
+            return self._graph(state, layer, given).replay_layer(X, tokens, counts, given)
         b, s = tokens.shape
-        if tuple(X.shape) != (b, s, c.hc_mult, c.hidden_size) or not X.is_floating_point():
-            raise InputError(f"X: expected floating point {[b, s, c.hc_mult, c.hidden_size]}, got {X.dtype} {list(X.shape)}")
-        if decode and s != 1:
-            raise InputError(f"decode takes one token a row, got {s}")
-        state.cache.check_room(range(layer, layer + 1), counts)
-        given = checked_choices(c, choices, state.cache, counts, s, (layer,))
         result = torch.empty(b, s, *X.shape[2:], dtype=torch.float32, device=self.device.torch_device)
         with state.backup.kept_on_error(range(layer, layer + 1)):
             for c0 in range(0, s, state.workspace.chunk):
                 c1 = min(s, c0 + state.workspace.chunk)
                 part = [min(max(n - c0, 0), c1 - c0) for n in counts]
-                call, count, length = state.workspace.at(c1 - c0), state.count[layer], state.cache.layers[layer].length
+                call, count = state.workspace.at(c1 - c0), state.count[layer]
                 call.flat.tokens.view(b, -1).copy_(tokens[:, c0:c1])
                 call.flat.X.view(b, c1 - c0, *X.shape[2:]).copy_(X[:, c0:c1])
                 count.copy_(torch.tensor(part, dtype=torch.int32))
-                ops.token_positions(self.device, length, count, call.flat.position, call.flat.row)
-                self._run_block(layer, state, call, count, part, _chunk_of(given, c0, c1), decode)
+                self.enqueue_layer(layer, state, call, count, part, _chunk_of(given, c0, c1), decode, self.taps)
                 result[:, c0:c1].copy_(call.flat.X.view(b, c1 - c0, *X.shape[2:]))
-                ops.advance(self.device, length, count)
                 state.cache.advanced(range(layer, layer + 1), part)
         return result
 
@@ -277,12 +280,58 @@ class Transformer:
         return (
             f"production: {len(self.layers)} layers, {len(self.audit.records)} tensors, {self.audit.device_bytes / 1e6:.1f} MB "
             f"of weights on {self.device.name} ({self.device.arch}), max context {self.max_context} at {constant / 1e6:.2f} MB and "
-            f"{per_token:.1f} B a token, prefill chunk {self.prefill_chunk}, {self.plan.name} variants, rounds at {', '.join(sorted(self.policy))}"
+            f"{per_token:.1f} B a token, prefill chunk {self.prefill_chunk}, {self.plan.name} variants, decode {self.decoding}, rounds at {', '.join(sorted(self.policy))}"
         )
+
+    # ---- the door ----
 
     def _check_state(self, state: State) -> None:
         if not isinstance(state, State) or state.model is not self:
             raise InputError("state: made by another model; use this model's new_state")
+
+    def checked_step(
+        self, tokens: Tensor, state: State, choices: Choices | None, out: Tensor | None
+    ) -> tuple[Tensor, list[int], dict[str, Tensor], Tensor]:
+        """What a decode step is given, in order: tokens [b, 1], counts, choices, and where its logits go. Raises InputError."""
+        if not isinstance(tokens, Tensor) or tokens.dim() != 1:
+            raise InputError(f"tokens: expected shape [b], got {list(getattr(tokens, 'shape', []))}")
+        columns = tokens[:, None]
+        self._check_state(state)
+        counts = checked_tokens(self.config, columns, state.batch, None)
+        state.cache.check_level()
+        state.cache.check_room(range(len(self.layers)), counts)
+        given = checked_choices(self.config, choices, state.cache, counts, 1, self.layers)
+        shape, where = (state.batch, self.config.vocab_size), self.device.torch_device
+        if out is None:
+            out = torch.empty(shape, dtype=torch.float32, device=where)
+        elif out.shape != shape or out.dtype != torch.float32 or out.device.type != where.type or not out.is_contiguous():
+            raise InputError(f"out: expected contiguous {list(shape)} float32 on {where}, got {list(out.shape)} {out.dtype} on {out.device}")
+        return columns, counts, given, out
+
+    def checked_layer(
+        self, layer: int, X: Tensor, tokens: Tensor, state: State, lengths: Tensor | Sequence[int] | None, choices: Choices | None, decode: bool
+    ) -> tuple[list[int], dict[str, Tensor]]:
+        """What one layer is given, in order: tokens per row, choices. Raises InputError."""
+        if layer not in self.layers:
+            raise InputError(f"layer {layer}: this model runs layers {self.layers[0]} to {self.layers[-1]}")
+        c = self.config
+        self._check_state(state)
+        counts = checked_tokens(c, tokens, state.batch, lengths)
+        b, s = tokens.shape
+        if tuple(X.shape) != (b, s, c.hc_mult, c.hidden_size) or not X.is_floating_point():
+            raise InputError(f"X: expected floating point {[b, s, c.hc_mult, c.hidden_size]}, got {X.dtype} {list(X.shape)}")
+        if decode and s != 1:
+            raise InputError(f"decode takes one token a row, got {s}")
+        state.cache.check_room(range(layer, layer + 1), counts)
+        return counts, checked_choices(c, choices, state.cache, counts, s, (layer,))
+
+    def _graph(self, state: State, layer: int | None, given: Choices) -> DecodeGraph:
+        """The state's graph with the taps that are wanted now and these choices, captured when there is none."""
+        points = tuple(filter(self.taps.wants, self.taps.points)) if self.taps.observers else ()
+        key = (layer, points, tuple(given))
+        if key not in state.graphs:
+            state.graphs[key] = self.capture(state, points, tuple(given), layer)
+        return state.graphs[key]
 
     # ---- one chunk through all layers ----
 
@@ -293,44 +342,75 @@ class Transformer:
 
         ends   not None: logits [b, vocab], of the last token of rows that end here
         """
-        dev, c, cache = self.device, self.config, state.cache
         b, s = tokens.shape
         call = state.workspace.at(s)
         buf, count = call.flat, state.ones if decode else state.count
         buf.tokens.view(b, s).copy_(tokens)
         if not decode:
             count.copy_(torch.tensor(counts, dtype=torch.int32))
+        self.enqueue(state, call, count, counts, choices, decode, logits, self.taps, ends)
+        state.cache.advanced(range(len(self.layers)), counts)
+
+    def enqueue(
+        self,
+        state: State,
+        call: Call,
+        count: Tensor,
+        counts: list[int] | None,
+        choices: Choices,
+        decode: bool,
+        logits: Tensor,
+        taps: Taps,
+        ends: list[bool] | None = None,
+    ) -> None:
+        """Everything that the device does with the tokens of a call. counts: None in a graph, which follows `count` [layers, b]."""
+        dev, c, cache = self.device, self.config, state.cache
+        b, s, buf = state.batch, call.s, call.flat
+
+        def show(point: str, value: Tensor) -> None:
+            if taps.wants(point):
+                dev.host_step(lambda: taps.emit(point, value))
+
         ops.token_positions(dev, cache.lengths[0], count[0], buf.position, buf.row)
         ops.embed(dev, buf.tokens, self.weights.embed, buf.position, buf.X)
-        self.taps.emit("embed", buf.X.view(b, s, c.hc_mult, -1)[:, :, 0])
+        show("embed", buf.X.view(b, s, c.hc_mult, -1)[:, :, 0])
         for layer in self.layers:
-            self._run_block(layer, state, call, count[layer], counts, choices, decode)
+            self._run_block(layer, state, call, count[layer], counts, choices, decode, taps)
         w = self.weights.hc_head
         ops.hc_head(dev, buf.X, w.fn, w.base, w.scale, buf.a, c.hc_eps, c.rms_norm_eps)
-        self.taps.emit("hc_head", buf.a.view(b, s, -1))
+        show("hc_head", buf.a.view(b, s, -1))
         ops.rms_norm(dev, buf.a, self.weights.norm, buf.x, c.rms_norm_eps)
-        self.taps.emit("norm", buf.x.view(b, s, -1))
+        show("norm", buf.x.view(b, s, -1))
         if decode:
             ops.linear_bf16(dev, buf.x, self.weights.head, logits[:, 0], variant=self.plan.decode.linear)
         elif ends is None:
-            for row, n in enumerate(counts):
+            for row, n in enumerate(counts or ()):
                 logits[row, n:].fill_(torch.nan)
                 if n:
                     ops.linear_bf16(dev, buf.x[row * s : row * s + n], self.weights.head, logits[row, :n], variant=self.plan.prefill.linear)
         else:
-            for row, n in enumerate(counts):
+            for row, n in enumerate(counts or ()):
                 last = row * s + n - 1
                 if ends[row]:
                     ops.linear_bf16(dev, buf.x[last : last + 1], self.weights.head, logits[row : row + 1], variant=self.plan.prefill.linear)
         if ends is None:
-            self.taps.emit("logits", logits)
+            show("logits", logits)
         ops.advance(dev, cache.lengths.view(-1), count.view(-1))
-        cache.advanced(range(len(self.layers)), counts)
+
+    def enqueue_layer(
+        self, layer: int, state: State, call: Call, count: Tensor, counts: list[int] | None, choices: Choices, decode: bool, taps: Taps
+    ) -> None:
+        """The same of one layer, on the streams in call.flat.X; count [b]."""
+        length = state.cache.layers[layer].length
+        ops.token_positions(self.device, length, count, call.flat.position, call.flat.row)
+        self._run_block(layer, state, call, count, counts, choices, decode, taps)
+        ops.advance(self.device, length, count)
 
     def _run_block(
-        self, layer: int, state: State, call: Call, count: Tensor, counts: list[int], choices: Choices, decode: bool
+        self, layer: int, state: State, call: Call, count: Tensor, counts: list[int] | None, choices: Choices, decode: bool, taps: Taps
     ) -> None:
         step = Step(
+            device=self.device,
             call=call,
             b=state.batch,
             s=call.s,
@@ -340,7 +420,7 @@ class Transformer:
             variants=self.plan.decode if decode else self.plan.prefill,
             entries=state.cache.entry_count(layer, counts),
             at=f"layers.{layer}",
-            taps=self.taps,
+            taps=taps,
             choices=choices,
         )
         self.blocks[layer](state, step)
@@ -361,6 +441,7 @@ def load(
     checked: bool = False,
     mma_sum: str = "fma_chain",
     variants: str | None = None,
+    decoding: str = EAGER,
     **device_options: Any,
 ) -> Transformer:
     """Read a checkpoint, put its packed weights on the device and build the model.
@@ -369,6 +450,7 @@ def load(
     max_context     tokens a row may hold (--max-context); None: 8192, or what the model allows when that is less
     prefill_chunk   tokens of a row that go through the layers at once
     variants        plan of kernel variants: "portable", "fast", None: fast on sm_90a, else portable (production/variants.py)
+    decoding        "eager", or "replay": decode steps from captured graphs (production/graph.py)
     kernels_dir, checked, mma_sum, ...   of production.launch.open_device
     """
     checkpoint = Checkpoint(checkpoint_dir, layers)
@@ -379,6 +461,8 @@ def load(
         raise InputError(f"--max-context {max_context!r}: expected 1 to max_position_embeddings = {limit}")
     if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
         raise InputError(f"prefill_chunk={prefill_chunk!r}: expected an integer >= 1")
+    if decoding not in DECODING:
+        raise InputError(f"decoding={decoding!r}: expected {' or '.join(DECODING)}")
     opened = open_device(device, checked=checked, mma_sum=mma_sum, kernels_dir=None if kernels_dir is None else Path(kernels_dir), **device_options)
     weights, audit = load_weights(checkpoint, opened.torch_device)
-    return Transformer(checkpoint.config, weights, audit, opened, max_context, prefill_chunk, plan_of(variants, opened))
+    return Transformer(checkpoint.config, weights, audit, opened, max_context, prefill_chunk, plan_of(variants, opened), decoding)

@@ -9,14 +9,16 @@ Tests: parity/unit/test_production.py (zero allocations in decode).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from production import ops
 from production.cache import entry_capacity
+from production.launch import Device
 from production.variants import Variants
 from reference.config import ModelConfig
 from reference.points import Taps
@@ -229,15 +231,17 @@ class Workspace:
 class Step:
     """What a call of one layer works on: b rows of s tokens, T = b * s.
 
+    device    where it runs
     call      buffers of this shape
     start     [b] i32, tokens the layer held before | count [b] i32, tokens of this call (device)
     decode    True: the single-token kernels
     variants  of the phase's kernels: a token's result does not depend on how many come with it
-    entries   complete entries after this call, largest of the rows (host, for sizes)
+    entries   complete entries after this call, largest of the rows (host, for sizes); in a graph all that there can be
     at        "layers.N", the prefix of its points
     choices   given choices by full point name, [T, k] i32 with -1 for pads
     """
 
+    device: Device
     call: Call
     b: int
     s: int
@@ -255,10 +259,14 @@ class Step:
 
     def emit(self, point: str, value: Tensor) -> None:
         """Show a buffer [T, ...] as [b, s, ...]."""
+        self.show(point, partial(value.view, self.b, self.s, *value.shape[1:]))
+
+    def show(self, point: str, make: Callable[[], Tensor]) -> None:
+        """Show what `make` returns, [b, s, ...], if somebody listens. It is called when the step runs, in a graph at every replay."""
         if self.wants(point):
-            self.taps.emit(f"{self.at}.{point}", value.view(self.b, self.s, *value.shape[1:]))
+            self.device.host_step(lambda: self.taps.emit(f"{self.at}.{point}", make()))
 
     def completed(self, ratio: int) -> Tensor:
         """[b, s]: the entry each query completes, -1 where it completes none (for taps)."""
         position = self.call.flat.position.view(self.b, self.s)
-        return torch.where((position >= 0) & ((position + 1) % ratio == 0), (position + 1) // ratio - 1, -1)
+        return ((position + 1) // ratio - 1).masked_fill((position < 0) | ((position + 1) % ratio != 0), -1)

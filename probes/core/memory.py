@@ -241,12 +241,12 @@ def one_layer(model: Any, layer: int, max_context: int | None = None, prefill_ch
     config = dataclasses.replace(c, num_hidden_layers=1, compress_ratios=(c.ratio(layer),), num_hash_layers=int(c.is_hash(layer)))
     weights = dataclasses.replace(model.weights, layers=(model.weights.layers[layer],))
     context = model.max_context if max_context is None else max_context
-    return type(model)(config, weights, model.audit, model.device, context, prefill_chunk or model.prefill_chunk)
+    return type(model)(config, weights, model.audit, model.device, context, prefill_chunk or model.prefill_chunk, model.plan, model.decoding)
 
 
 def resized(model: Any, max_context: int) -> Any:
     """The same model, for contexts of another size."""
-    return type(model)(model.config, model.weights, model.audit, model.device, max_context, model.prefill_chunk)
+    return type(model)(model.config, model.weights, model.audit, model.device, max_context, model.prefill_chunk, model.plan, model.decoding)
 
 
 def one_kind(config: ModelConfig, kind: str) -> ModelConfig:
