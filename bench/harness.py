@@ -109,6 +109,13 @@ COLUMNS = (
     Column("registers @ build", _resources),
 )
 
+ALWAYS = ("kernel", "variant", "shape", "error / limit", "state")
+
+
+def shown(rows: Sequence[Row]) -> list[Column]:
+    """The columns that say something of these rows."""
+    return [c for c in COLUMNS if c.title in ALWAYS or any(c.cell(row) not in ("-", "0") for row in rows)]
+
 
 def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns, for a terminal."""
@@ -122,11 +129,14 @@ class Bench:
     device, torch_device   where production's kernels run
     small                  True on the CPU: only checks, on small shapes
     args                   parsed arguments; more of them by `options`, a function that adds to the parser
+    timed                  False: no ceilings and no `case`, only `judge`; takes no memory of the card
     ceilings               of the card, None on the CPU
     rows                   one per case so far
     """
 
-    def __init__(self, name: str, argv: Sequence[str] | None = None, options: Callable[[argparse.ArgumentParser], None] | None = None) -> None:
+    def __init__(
+        self, name: str, argv: Sequence[str] | None = None, options: Callable[[argparse.ArgumentParser], None] | None = None, timed: bool = True
+    ) -> None:
         parser = argparse.ArgumentParser(prog=f"python -m bench.{name}")
         parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: checks only, small shapes (default: cuda)")
         parser.add_argument("--out", metavar="DIR", type=Path, default=Path(os.environ.get("OUT", ROOT / "reports" / "runs" / "bench")), help="where NAME.json goes (default: $OUT, else reports/runs/bench)")
@@ -146,7 +156,7 @@ class Bench:
         self.errors: list[str] = []
         self.lost = False
         self.facts = facts(self.device, self.args.commit)
-        self.timer = None if self.small else Timer(self.device)
+        self.timer = None if self.small or not timed else Timer(self.device)
         self.ceilings: Ceilings | None = None if self.timer is None else self.timer.ceilings()
         print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in self.facts.items()), flush=True)
         if self.ceilings is not None:
@@ -193,6 +203,25 @@ class Bench:
         self.write()
         return row
 
+    def judge(self, kernel: str, variant: str, shape: str, check: Check, **values: Any) -> Row | None:
+        """A row for a check alone: right is error <= limit. values: further fields of the row, e.g. us measured elsewhere."""
+        if not self.wants(kernel, variant, shape):
+            return None
+        row = Row(kernel, variant, shape, **values)
+        self.rows.append(row)
+        if self.lost:
+            row.message = "the device was lost before"
+        else:
+            try:
+                row.state = "ok"
+                self._check(row, check, "")
+            except Exception as error:
+                row.state, row.message = "failed", f"{type(error).__name__}: {error}"
+                self._record_error(f"{kernel} {variant} {shape}")
+        print(f"  {kernel} {variant} | {shape} | error {_number(row.error)}, limit {_number(row.limit)} | {row.state}{': ' + row.message if row.message else ''}", flush=True)
+        self.write()
+        return row
+
     def _measure(self, row: Row, run: Callable[[], object], check: Check | None) -> None:
         before = self._counts()
         run()
@@ -200,7 +229,7 @@ class Bench:
         row.launches = sum(after.values()) - sum(before.values())
         row.kernels = [self._report(source, name) for source, name in after if after[source, name] != before.get((source, name), 0)]
         row.state = "ok"
-        self._check(row, check, "before")
+        self._check(row, check, "before timing: ")
         if self.timer is not None and self.ceilings is not None:
             timing = self.timer.cold(run)
             row.us, row.spread = timing.us, timing.spread
@@ -210,7 +239,7 @@ class Bench:
                 row.share = computed / row.us if row.us > 0 else None
             if self.args.warm:
                 row.warm_us = self.timer.warm(run).us
-            self._check(row, check, "after")
+            self._check(row, check, "after timing: ")
 
     def _check(self, row: Row, check: Check | None, when: str) -> None:
         """Right is error <= limit; the row keeps the worst check."""
@@ -222,7 +251,7 @@ class Bench:
             row.error, row.limit = error, limit
         if not error <= limit:
             row.state = "wrong"
-            row.message += f"{'; ' if row.message else ''}{when} timing: error {error:.3g}, limit {limit:.3g}"
+            row.message += f"{'; ' if row.message else ''}{when}error {error:.3g}, limit {limit:.3g}"
 
     def _counts(self) -> dict[tuple[str, str], int]:
         return {(source, kernel): launches for source, kernel, _, _, launches in self.device.ran}
@@ -265,7 +294,8 @@ class Bench:
 
     def finish(self) -> None:
         """Prints the table, writes the file, and leaves with exit code 1 when something was wrong, failed or never ran."""
-        print("\n" + text_table([c.title for c in COLUMNS], [[c.cell(row) for c in COLUMNS] for row in self.rows]))
+        columns = shown(self.rows)
+        print("\n" + text_table([c.title for c in columns], [[c.cell(row) for c in columns] for row in self.rows]))
         if self.ceilings is not None:
             print(f"ceilings of this run: {self.ceilings.line()}")
         bad = [row for row in self.rows if row.state != "ok"]

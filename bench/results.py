@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from bench.harness import COLUMNS, Row
+from bench.harness import Row, shown
 from bench.timing import Ceilings
 from probes.core.records import to_wire
 
@@ -32,7 +32,7 @@ def markdown(content: dict[str, Any]) -> str:
         lines.append(f"Ceilings of this run: {Ceilings(**content['ceilings']).line()}.")
     known = {f.name: str(f.type) for f in fields(Row)}
     rows = [Row(**{name: _plain(value) if "float" in known[name] else value for name, value in row.items() if name in known}) for row in content["rows"]]
-    columns = [c for c in COLUMNS if c.title not in LEFT_OUT]
+    columns = [c for c in shown(rows) if c.title not in LEFT_OUT]
     lines += ["", "| " + " | ".join(c.title for c in columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(c.cell(row).replace("|", "/") for c in columns) + " |" for row in rows]
     bad = [f"* {row.kernel} {row.variant} {row.shape}: {row.state}, {row.message.splitlines()[0] if row.message else ''}" for row in rows if row.state != "ok"]
