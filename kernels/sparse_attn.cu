@@ -25,40 +25,12 @@
 //          1 tile: 32 keys decoded once for up to 8 heads | 2 mma: for 16 heads, on the tensor cores (default from 16 heads on)
 //          each as one kernel (prefill), or with keys split over blocks, then combined (decode); the sink is counted once,
 //          by the combination
-#include "entry.cuh"
+#include "sparse_attn_keys.cuh"
 
 constexpr int TILE = 32, THREADS = 128, MIN_SPLIT = 64, SUMS = 16;
 constexpr int BLOCKS_PER_SM = 2;  // what shared memory allows at d = 512: registers beyond that are free
 
 extern __shared__ __align__(16) float smem[];
-
-// Where the keys of one token are.
-struct Keys {
-  const unsigned char *ring, *entries;
-  const int *ring_position, *selected;
-  int *visible;  // null: nobody asks
-  long long slot_stride, entry_stride;
-  int slots, window, columns;  // columns of visible beyond the window
-  int oldest, in_window, total, seen_entries;
-};
-
-struct Key {
-  const unsigned char *bytes;  // null: no key
-  int column, shown;           // where and what to write to visible
-};
-
-__device__ __forceinline__ Key find_key(const Keys &keys, int i) {
-  if (i < keys.in_window) {
-    const int slot = (keys.oldest + i) % keys.slots;
-    return {keys.ring + slot * keys.slot_stride, i, keys.ring_position[slot]};
-  }
-  const int listed = i - keys.in_window, e = keys.selected ? keys.selected[listed] : listed;
-  const bool seen = e >= 0 && e < keys.seen_entries;
-  return {seen ? keys.entries + e * keys.entry_stride : nullptr, keys.window + listed, seen ? e : -1};
-}
-
-// exp(a - b) for b >= a, also where both are infinite; NaN stays NaN.
-__device__ __forceinline__ float exp_below(float a, float b) { return a == b ? 1.f : expf(a - b); }
 
 __device__ __forceinline__ float pairwise(const float (&v)[SUMS]) {
   float eight[8], four[4];
@@ -240,35 +212,6 @@ __device__ __forceinline__ Partial attend(const Keys &keys, const __nv_bfloat16 
   return {s.acc, s.largest, s.sum};
 }
 
-// Columns of visible that hold no key.
-__device__ __forceinline__ void show_nothing_else(const Keys &keys) {
-  for (int j = keys.in_window + threadIdx.x; j < keys.window + keys.columns; j += THREADS)
-    if (j < keys.window || j - keys.window >= keys.total - keys.in_window) keys.visible[j] = -1;
-}
-
-__device__ __forceinline__ Keys keys_of(int p, int batch, int oldest, const unsigned char *ring, const int *ring_position,
-                                        const unsigned char *entries, const int *selected, int *visible, int slots,
-                                        int window, int listed, int capacity, int ratio, long long ring_row_stride,
-                                        long long ring_slot_stride, long long ring_position_stride,
-                                        long long entries_row_stride, long long entry_stride) {
-  Keys keys;
-  keys.ring = ring + batch * ring_row_stride;
-  keys.ring_position = ring_position + batch * ring_position_stride;
-  keys.slot_stride = ring_slot_stride;
-  keys.entries = entries + batch * entries_row_stride;
-  keys.entry_stride = entry_stride;
-  keys.selected = selected;
-  keys.visible = visible;
-  keys.slots = slots;
-  keys.window = window;
-  keys.oldest = oldest;
-  keys.in_window = p - oldest + 1;
-  keys.seen_entries = ratio > 0 ? min((p + 1) / ratio, capacity) : 0;
-  keys.columns = selected ? listed : ratio > 0 ? capacity : 0;
-  keys.total = keys.in_window + (selected ? listed : keys.seen_entries);
-  return keys;
-}
-
 extern "C" __global__ void __launch_bounds__(32)
 sparse_attn_naive(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position, const unsigned char *entries,
                   const int *selected, const int *position, const int *row, const float *sink, __nv_bfloat16 *out,
@@ -331,7 +274,7 @@ prefill(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_posit
     const float denominator = all.sum[h] * share + exp_below(sink[head0 + h], with_sink);
     out[token * out_stride + (long long)(head0 + h) * d + c] = to_bf16(all.acc[h * padded_row(d) + c] * share / denominator);
   }
-  if (show) show_nothing_else(keys);
+  if (show) show_nothing_else(keys, threadIdx.x, THREADS);
 }
 
 template <class T>
@@ -353,7 +296,7 @@ decode(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_positi
   const int first = min(keys.total, split * per_split), end = min(keys.total, first + per_split);
   const int here = min(group, heads - head0);
   const bool show = visible && head0 == 0;
-  if (show && split == 0) show_nothing_else(keys);
+  if (show && split == 0) show_nothing_else(keys, threadIdx.x, THREADS);
   const long long row0 = ((long long)token * splits + split) * heads + head0;
   if (first >= end) {  // the whole block; an empty split has no sums
     for (int h = threadIdx.x; h < here; h += THREADS) {
