@@ -3,6 +3,7 @@
     python -m production.cubins                       # every kernels/*.cu for sm_90a and sm_100a
     python -m production.cubins --arch sm_90a rms_norm
 
+A file may name its architectures in its header, `// archs    sm_90a`: it is compiled for these, and the table says so.
 Prints registers, spills and shared memory of every kernel, exit 0 if all compiled, else 1. Cubins are kept by content
 beside the CPU builds (production/cpu_device.py); on a GPU production/launch.py loads the same ones.
 Tests: parity/unit/test_cubins.py.
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from production import cpu_device
-from production.signatures import KernelError, include_closure, kernel_names, near
+from production.signatures import KernelError, architectures, check_architecture, include_closure, kernel_names, near
 
 ARCHS = ("sm_90a", "sm_100a")
 FLAGS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true",
@@ -182,11 +183,12 @@ def usage_of(log: str) -> tuple[Usage, ...]:
 
 
 def build(source: Path, arch: str) -> Cubin:
-    """The cubin of a file, from the cache or compiled now."""
+    """The cubin of a file, from the cache or compiled now. KernelError when the file is not for this architecture."""
     source = Path(source).resolve()
     library = nvrtc()
     texts = include_closure(source, [cpu_device.KERNELS])
     text = texts[source.name]
+    check_architecture(source.stem, text, arch)
     key = cpu_device.digest(texts, FLAGS, arch, library.version)
     path = cpu_device.cache_folder() / "cubin" / f"{source.stem}-{arch}-{key}.cubin"
     notes = path.with_suffix(".json")
@@ -207,8 +209,13 @@ def build(source: Path, arch: str) -> Cubin:
     return Cubin(source.stem, arch, key, path, kept, not compiled)
 
 
+def is_for(source: Path, arch: str) -> bool:
+    """Whether a file is for this architecture: it names it, or names none."""
+    return arch in (architectures(source.read_text(encoding="utf-8")) or (arch,))
+
+
 def build_all(sources: Sequence[Path], archs: Sequence[str] = ARCHS) -> list[Cubin | KernelError]:
-    """Every file for every architecture, one a core; in place of a cubin the error of a file that does not compile."""
+    """Every file for every architecture it is for, one a core; in place of a cubin the error of a file that does not compile."""
 
     def attempt(job: tuple[Path, str]) -> Cubin | KernelError:
         try:
@@ -217,7 +224,7 @@ def build_all(sources: Sequence[Path], archs: Sequence[str] = ARCHS) -> list[Cub
             return error
 
     with ThreadPoolExecutor(cpu_device.cores()) as pool:
-        return list(pool.map(attempt, [(source, arch) for source in sources for arch in archs]))
+        return list(pool.map(attempt, [(source, arch) for source in sources for arch in archs if is_for(source, arch)]))
 
 
 # ---- command line ----
@@ -252,6 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for u in cubin.usage:
             print(f"{cubin.source:18s} {cubin.arch:8s} {u.kernel:32s} {u.registers:9d} {u.spill_bytes:8d} {u.stack_bytes:8d} "
                   f"{u.shared_bytes:8d}")  # fmt: skip
+    for source, arch in ((s, a) for s in chosen for a in given.arch if not is_for(s, a)):
+        print(f"{source.stem:18s} {arch:8s} not compiled: for {', '.join(architectures(source.read_text(encoding='utf-8')))} only")
     print(f"{len(results) - len(failed)} of {len(results)} cubins compiled, NVRTC {nvrtc().version}")
     for error in failed:
         print(f"\n{error}", file=sys.stderr)

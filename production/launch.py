@@ -28,7 +28,16 @@ import torch
 from torch import Tensor
 
 from production import cpu_device, cubins
-from production.signatures import Converter, KernelError, Parameter, include_closure, near, signatures
+from production.signatures import (
+    Converter,
+    KernelError,
+    Parameter,
+    architectures,
+    check_architecture,
+    include_closure,
+    near,
+    signatures,
+)
 from reference.config import InputError
 
 __all__ = ["CpuDevice", "CudaDevice", "Device", "Graph", "KernelError", "Launch", "LaunchObserver", "open_device"]
@@ -123,6 +132,19 @@ class Device(ABC):
     def sources(self) -> list[str]:
         """Every source name of the kernels directory."""
         return sorted(p.stem for p in self.kernels_dir.glob("*.cu"))
+
+    def own_source_path(self, source: str) -> Path:
+        """The .cu file of a source name that is to run here. KernelError when it is for other architectures."""
+        path = self.source_path(source)
+        check_architecture(source, path.read_text(encoding="utf-8"), self.arch)
+        return path
+
+    def own_paths(self, sources: Sequence[str] | None) -> list[Path]:
+        """The .cu files of these sources, None: of all that are for this architecture."""
+        if sources is not None:
+            return [self.own_source_path(s) for s in sources]
+        paths = [self.source_path(s) for s in self.sources()]
+        return [p for p in paths if self.arch in (architectures(p.read_text(encoding="utf-8")) or (self.arch,))]
 
     def launch(
         self, source: str, kernel: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument],
@@ -229,7 +251,7 @@ class Device(ABC):
 
     @abstractmethod
     def prebuild(self, sources: Sequence[str] | None = None) -> None:
-        """Builds files side by side, None: all of the directory. What is in the cache costs nothing."""
+        """Builds files side by side, None: all of the directory that are for this device. What is in the cache costs nothing."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -269,7 +291,7 @@ class CpuDevice(Device):
     def module(self, source: str) -> cpu_device.Module:
         """A file, built and loaded."""
         if source not in self._modules:
-            module = cpu_device.Module(self.source_path(source), checked=self.checked)
+            module = cpu_device.Module(self.own_source_path(source), checked=self.checked)
             self._modules[source], self._builds[source] = module, module.build
         return self._modules[source]
 
@@ -302,9 +324,7 @@ class CpuDevice(Device):
         return self._found(source, kernel).parameters
 
     def prebuild(self, sources: Sequence[str] | None = None) -> None:
-        cpu_device.build_all(
-            [self.source_path(s) for s in (self.sources() if sources is None else sources)], checked=self.checked
-        )
+        cpu_device.build_all(self.own_paths(sources), checked=self.checked)
 
     def synchronize(self) -> None:
         pass
@@ -346,7 +366,7 @@ class CudaDevice(Device):
 
     def _kernel(self, source: str, kernel: str) -> _CudaKernel:
         if source not in self._modules:
-            path = self.source_path(source)
+            path = self.own_source_path(source)
             cubin = cubins.build(path, self.arch)
             self._signatures[source] = dict(signatures(include_closure(path, [cpu_device.KERNELS])))
             with self._cupy.cuda.Device(self._index):
@@ -392,7 +412,7 @@ class CudaDevice(Device):
         return self._found(source, kernel).converter.parameters
 
     def prebuild(self, sources: Sequence[str] | None = None) -> None:
-        cubins.build_all([self.source_path(s) for s in (self.sources() if sources is None else sources)], [self.arch])
+        cubins.build_all(self.own_paths(sources), [self.arch])
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._index)

@@ -74,6 +74,7 @@ class Parameter:
 # ---- reading declarations ----
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+_ARCHS = re.compile(r"^//[ \t]*archs[ \t]+(sm_\w+(?:[ \t]+sm_\w+)*)[ \t]*$", re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _BOUNDS = r"(?:__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*)?"
 _KERNEL = re.compile(rf"(?P<template>template\s*<[^;{{}}]*>\s*)?(?P<c>extern\s+\"C\"\s+)?(?:static\s+)?__global__\s+{_BOUNDS}"
@@ -120,6 +121,19 @@ def _parameter(text: str, kernel: str, aliases: Mapping[str, str]) -> Parameter:
             f"{kernel}: parameter `{text}` has type {base + '*' * stars}; known: {', '.join(TYPES)}, and pointers to these"
         )
     return Parameter(name, TYPES[base], BY_VALUE if not stars else POINTER_TO_CONST if constant else POINTER)
+
+
+def architectures(text: str) -> tuple[str, ...]:
+    """What a kernel file is for, by the line `// archs    sm_90a` of its header; empty: every GPU, and the CPU."""
+    found = _ARCHS.search(text)
+    return tuple(found[1].split()) if found else ()
+
+
+def check_architecture(source: str, text: str, arch: str) -> None:
+    """KernelError when a kernel file is not for this architecture."""
+    made_for = architectures(text)
+    if made_for and arch not in made_for:
+        raise KernelError(f"{source} runs on {', '.join(made_for)} only, this is {arch}")
 
 
 def kernel_names(text: str) -> list[str]:

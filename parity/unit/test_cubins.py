@@ -22,8 +22,7 @@ def _side_by_side():
     cubins.build_all(SOURCES)
 
 
-@pytest.mark.parametrize("arch", cubins.ARCHS)
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(("path", "arch"), [(p, a) for p in SOURCES for a in cubins.ARCHS if cubins.is_for(p, a)], ids=lambda v: v if isinstance(v, str) else v.stem)
 def test_compiles_without_spilling(path, arch):
     cubin = cubins.build(path, arch)
     assert cubin.path.read_bytes()[:4] == b"\x7fELF"
@@ -78,6 +77,17 @@ def test_the_command_prints_a_table_and_says_how_it_went(tmp_path, capsys):
             cubins.main(bad)
         assert ended.value.code == 2
     assert "near: broken" in capsys.readouterr().err
+
+
+def test_a_file_is_compiled_for_the_architectures_that_it_names(tmp_path, capsys):
+    (tmp_path / "mine.cu").write_text('// mine.cu\n//\n// archs    sm_90a\nextern "C" __global__ void mine(float *x) { x[0] = 1.f; }\n')
+    (tmp_path / "any.cu").write_text('extern "C" __global__ void any(float *x) { x[0] = 1.f; }\n')
+    assert cubins.main(["--kernels", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "mine               sm_100a  not compiled: for sm_90a only" in said
+    assert "3 of 3 cubins compiled" in said
+    with pytest.raises(KernelError, match=r"^mine runs on sm_90a only, this is sm_100a$"):
+        cubins.build(tmp_path / "mine.cu", "sm_100a")
 
 
 @pytest.mark.parametrize(("capability", "arch"), [((8, 0), "sm_80"), ((9, 0), "sm_90a"), ((10, 0), "sm_100a")])

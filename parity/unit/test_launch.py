@@ -378,6 +378,16 @@ def test_prebuild_builds_every_file_and_launches_find_them_built(tmp_path, fresh
     assert torch.equal(halved(folder)[0], torch.arange(32.0) / 2)
 
 
+def test_a_file_for_another_architecture_is_neither_built_nor_run(tmp_path, fresh_cache):
+    folder = one_kernel(tmp_path / "k", HALVE)
+    (folder / "hopper.cu").write_text("// hopper.cu\n//\n// archs    sm_90a\n" + (folder / "half.cu").read_text().replace("half_of", "wgmma_of"))
+    device = open_device("cpu", kernels_dir=folder)
+    device.prebuild()
+    assert len(list((fresh_cache / "cpu").glob("*-*.so"))) == 2  # the runtime and the other file
+    with pytest.raises(KernelError, match=f"^hopper runs on sm_90a only, this is {device.arch}$"):
+        device.launch("hopper", "wgmma_of", (1,), (32,), (torch.zeros(32), torch.zeros(32)))
+
+
 # ---- schedules and cost ----
 
 
