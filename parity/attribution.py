@@ -74,6 +74,8 @@ COMPOSED = ("load", "restore", "stored", "chunking", "checked", "rope", "memory"
 # Judged by what must follow from production's own values at the point: wrong there, whatever came in.
 WITNESSED = ("core.witness", "sink.sum", "visible.rule")
 IN_COMPANY = "alone = in a batch"  # in the point of a check that runs a token with others and alone
+REPLAYED = "self.replayed"  # the gate of steps replayed from a graph beside the same steps launched one by one
+ONLY_REPLAYED = "right launch by launch, wrong when replayed from the graph"
 # Where a fault of one batch row shows that no operation alone shows: whose row is read.
 ROWS_MIXED = ("embed", "attn.visible", "attn.core", "logits")
 
@@ -93,14 +95,14 @@ def step_of(verdict: Verdict) -> int | None:
 
 def place(verdict: Verdict, order: dict[str, int]) -> Key | None:
     """Where a gate stands in the chain: phase, step, dataflow, mode. None: nowhere. order  point -> its place in the dataflow."""
-    if verdict.mode not in selection.MODES or verdict.phase is None or verdict.point not in order:
+    if verdict.mode not in selection.CHAIN_MODES or verdict.phase is None or verdict.point not in order:
         return None
     step = step_of(verdict)
     if verdict.phase == "prefill" or verdict.details.get("left_by") == "prefill":
         when = -1  # what the prefill handed over precedes the first step
     else:
         when = WHOLE_PHASE if step is None else step
-    return (selection.PHASES.index(verdict.phase), when, order[verdict.point], selection.MODES.index(verdict.mode))
+    return (selection.PHASES.index(verdict.phase), when, order[verdict.point], selection.CHAIN_MODES.index(verdict.mode))
 
 
 def first_divergence(records: Sequence[Record], points: Sequence[str], loaded: bool = True) -> Divergence | None:
@@ -115,9 +117,10 @@ def first_divergence(records: Sequence[Record], points: Sequence[str], loaded: b
     placed = [(key, v) for v in failed if (key := place(v, order)) is not None]
     if placed:
         key, first = min(placed, key=lambda entry: entry[0])
-        local = True if first.mode == "isolated" or first.gate in WITNESSED else not _passed_alone(verdicts, first)
+        local = True if first.mode in ("isolated", selection.DEVICE_MODE) or first.gate in WITNESSED else not _passed_alone(verdicts, first)
         step = key[1] if 0 <= key[1] < WHOLE_PHASE else 0 if first.details.get("left_by") == "prefill" and first.phase == "decode" else None
         component, because = cause(first, failed)
+        because = "; ".join(filter(None, [because, said_by_the_other_device(first, verdicts)]))
         return Divergence(first.layer, first.point, first.phase, step, local, component, because=because)
     others = [v for v in failed if place(v, order) is None]
     if others and loaded:
@@ -125,6 +128,25 @@ def first_divergence(records: Sequence[Record], points: Sequence[str], loaded: b
         component, because = cause(first, failed)
         return Divergence(first.layer, first.point, first.phase, first.step_first, first.local, component, because=because)
     return None
+
+
+OTHERWISE_THERE = "the same kernel gives other numbers on the GPU than on the CPU device: the compiler, the order of memory accesses, a race, or a branch for one of them"
+SAME_THERE = "the CPU device gives the GPU's numbers: it is in the kernel's own arithmetic, its weights or its arguments"
+
+
+def said_by_the_other_device(first: Verdict, verdicts: Sequence[Verdict]) -> str:
+    """What the same layer on the CPU device says of a layer's first divergence; empty where it did not run there."""
+    if first.layer is None or first.mode not in ("isolated", selection.DEVICE_MODE):
+        return ""
+    step = step_of(first)
+    there = [
+        v for v in verdicts
+        if v.mode == selection.DEVICE_MODE and (v.point, v.phase) == (first.point, first.phase)
+        and (first.phase == "prefill" or (step is not None and (v.step_first or 0) <= step <= (v.step_last or 0)))
+    ]  # fmt: skip
+    if any(v.state is State.FAIL for v in there):
+        return OTHERWISE_THERE
+    return SAME_THERE if any(v.state is State.PASS for v in there) else ""
 
 
 def _passed_alone(verdicts: Iterable[Verdict], first: Verdict) -> bool:
@@ -155,6 +177,9 @@ def _rank(verdict: Verdict, order: dict[str, int]) -> tuple[int, int, int]:
 def cause(first: Verdict, failed: Sequence[Verdict]) -> tuple[str, str]:
     """The cause class of the first failed gate and the evidence for it, from everything else that failed."""
     own = first.component
+    graph = next((v for v in failed if v.gate == REPLAYED), None)
+    if graph is not None and first.phase == "decode":
+        return "graph capture", f"{ONLY_REPLAYED}: {graph.reason}"
     parameters = [v for v in failed if v.gate == "load" and _feeds(v, first)]
     if parameters:
         v = parameters[0]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -246,6 +247,7 @@ class Audit:
     stored: dict[tuple[int, str, int | None], dict[str, Stored | str]] = field(default_factory=dict)  # (layer, phase, step): state that isolated passes left, or why not
     memo: dict[Any, Any] = field(default_factory=dict)  # what several gates of one run share
     red: Callable[[Audit, str, int | None, bool], bool] | None = None  # the fault profile: is a gate of this pass red? (audit, phase, step, alone)
+    beside: Any = None  # the same kernels on another device, which runs what the isolated layers ran (parity/device_witness.py)
     stopped: str = ""  # the fault profile: why later passes were not run
     faulty: bool = False  # a fault is planted: what this production chooses is not what one usually chooses
     broken: Exception | None = None
@@ -551,6 +553,7 @@ class Audit:
 
     def _isolated(self, one: ReferencePass) -> bool:
         """Each judged layer of production on the reference's own input and its state before the pass."""
+        ran = launches_of(self.production)
         with self._record("isolated", self.production, self.isolated_points, one.phase, one.step):
             state = self.states["isolated"]
             for layer in self.plan.layers:
@@ -562,6 +565,8 @@ class Audit:
                 if not self._guard(one.phase, one.step, f"isolated layer {layer}", call):
                     return False
                 self._left[layer] = _exported(state, layer)
+        if self.beside is not None:
+            self.beside.run(self, one, self._snapshots, launches_of(self.production) - ran)
         return True
 
     def _compare_left(self, one: ReferencePass, before: Snapshots) -> None:
@@ -779,6 +784,12 @@ class Audit:
         if read_in is not None:
             cells += [(read_in, f"layers.{n}.state.{part}", n, "isolated", "state") for n in self.plan.layers for part in state_parts(self.config, n)]
         return cells
+
+
+def launches_of(model: Any) -> Counter[tuple[str, str]]:
+    """(source, kernel) -> launches so far, by the launcher's own count."""
+    kernels = getattr(model, "kernels", None)
+    return Counter({(source, kernel): n for source, kernel, _, _, n in (kernels() if kernels is not None else [])})
 
 
 def _exported(state: Any, layer: int) -> dict[str, Tensor] | str:

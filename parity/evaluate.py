@@ -52,18 +52,18 @@ def _judged_case(audit: Audit, case: Case, test_id: str) -> Verdict:
     want = audit.values("reference", case.point, case.phase, case.steps)
     valid = audit.valid_over(case.phase, case.steps)
     if spec.name == "attn.selected":
-        return _with_step(_judge_selected(audit, case, base, got, want, valid), case)
+        return with_step(_judge_selected(audit, case, base, got, want, valid), case)
     if spec.name == "ffn.experts":
-        return _with_step(_judge_experts(audit, case, base, got, want, valid), case)
+        return with_step(_judge_experts(audit, case, base, got, want, valid), case)
     if spec.kind == INDICES:
-        return _with_step(_judge_visible(audit, case, base, got, want, valid), case)
+        return with_step(judge_visible(audit, case, base, got, want, valid), case)
     passes: list[PassKey] = [("prefill", None)] if case.steps is None else [("decode", step) for step in range(case.steps[0], case.steps[1] + 1)]
     floor = audit.floor(case.mode, case.point)
     verdict = judge_values(base, spec, GATES[spec.name], case.mode, got, want, valid, floor, passes)
     if verdict.state is State.FAIL and spec.name in ROTATED:
         component, because = _which_part(verdict, got, want, valid, audit.config.qk_rope_head_dim)
         verdict = replace(verdict, component=component, details={**verdict.details, "because": because})
-    return _with_step(verdict, case)
+    return with_step(verdict, case)
 
 
 def any_red(audit: Audit, phase: str, step: int | None, alone: bool) -> bool:
@@ -128,7 +128,7 @@ def _base(case: Case, spec: PointSpec, test_id: str) -> Verdict:
     )  # fmt: skip
 
 
-def _with_step(verdict: Verdict, case: Case) -> Verdict:
+def with_step(verdict: Verdict, case: Case) -> Verdict:
     """Say at which decode step the worst row lies, and at which the gate was first over its limit."""
     if case.steps is None or len(verdict.where) < 2:
         return verdict
@@ -143,11 +143,11 @@ def _with_step(verdict: Verdict, case: Case) -> Verdict:
 
 def judge_values(
     base: Verdict, spec: PointSpec, gate: Gate, mode: str, got: Tensor, want: Tensor, valid: Tensor, floor: Floor,
-    passes: Sequence[PassKey] | None = None,
+    passes: Sequence[PassKey] | None = None, k: float | None = None,
 ) -> Verdict:  # fmt: skip
     """Finite masks first, then the worst row by relative L2 and by norm ratio; both must hold.
 
-    got, want [b, s, ...]; valid [b, s]; passes: what they were recorded in, None for everything. SCORES are compared where the reference looks; -inf must stand at the same places.
+    got, want [b, s, ...]; valid [b, s]; passes: what they were recorded in, None for everything; k: None takes the mode's. SCORES are compared where the reference looks; -inf must stand at the same places.
     """
     masks_differ, first_mask, least = 0, None, None
     if spec.kind == SCORES:
@@ -174,7 +174,7 @@ def judge_values(
     if count == 0 and nothing_due and not masks_differ and valid.any():
         # No group ended here and production wrote (or scored) none: the masks are what was compared.
         return replace(base, state=State.PASS, metric="no entry is due and none was written", value=0.0, limit=0.0, spent=0.0, rows=int(valid.sum()), why=gate.why)
-    eps, k = gate.eps(mode), gate.k(mode)
+    eps, k = gate.eps(mode), gate.k(mode) if k is None else k
     value, where = _worst(error, rows)
     typical = floor.typical(passes)
     noise = (floor.error, floor.norm, typical) if floor.rows else (math.nan, math.nan, math.nan)
@@ -245,7 +245,7 @@ def _as_mask(entries: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return count[..., :width] > 0, bad
 
 
-def _judge_choice(
+def judge_choice(
     audit: Audit, base: Verdict, got: Tensor, want: Tensor, scores: Tensor, valid: Tensor, noise: float, what: str, due: Tensor,
     own: Tensor | None = None,
 ) -> Verdict:  # fmt: skip
@@ -305,7 +305,7 @@ def _judge_selected(audit: Audit, case: Case, base: Verdict, got: Tensor, want: 
         scores = torch.full((*scores.shape[:-1], 1), -math.inf)
     noise = audit.floor(case.mode, score_point).absolute
     due = scores.isfinite().sum(-1).clamp(max=audit.config.index_topk)
-    return _judge_choice(audit, base, got, want, scores.double(), valid, noise, "entries", due, _own_scores(audit, case, score_point))
+    return judge_choice(audit, base, got, want, scores.double(), valid, noise, "entries", due, _own_scores(audit, case, score_point))
 
 
 def _own_scores(audit: Audit, case: Case, point: str) -> Tensor | None:
@@ -325,13 +325,13 @@ def _judge_experts(audit: Audit, case: Case, base: Verdict, got: Tensor, want: T
         wanted, _ = _as_mask(want, scores.shape[-1])
         scores = torch.where(wanted, 0.0, -math.inf)  # the table is the law: nothing else is allowed
         due = wanted.sum(-1)
-        return _judge_choice(audit, base, got, want, scores.double(), valid, 0.0, "experts", due)
+        return judge_choice(audit, base, got, want, scores.double(), valid, 0.0, "experts", due)
     bias, own = audit.reference.router_bias(layer).double(), _own_scores(audit, case, gate_point)
     own = None if own is None else own.double() + bias
-    return _judge_choice(audit, base, got, want, scores + bias, valid, audit.floor(case.mode, gate_point).absolute, "experts", due, own)
+    return judge_choice(audit, base, got, want, scores + bias, valid, audit.floor(case.mode, gate_point).absolute, "experts", due, own)
 
 
-def _judge_visible(audit: Audit, case: Case, base: Verdict, got: Tensor, want: Tensor, valid: Tensor) -> Verdict:
+def judge_visible(audit: Audit, case: Case, base: Verdict, got: Tensor, want: Tensor, valid: Tensor) -> Verdict:
     """Window positions and compressed entries that attention read, as exact sets, duplicates included."""
     W = audit.config.sliding_window
     parts = []

@@ -108,6 +108,57 @@ GATES: dict[str, Gate] = {
 }
 
 
+K_DEVICE = 2.0
+
+
+@dataclass(frozen=True)
+class DeviceGate:
+    """One row for the same kernel on two devices, on the same input: limits of the worst and the typical row beside K_DEVICE x floor.
+
+    differing   largest share of elements that may differ in a bit, over 24 tokens or more. None: measured, not judged: behind the
+                quantised inputs of further linears the share grows with the width of the model
+    """
+
+    worst: float
+    typical: float
+    differing: float | None
+    why: str
+
+
+# Same kernels, same order of sums. Measured with every expf, log1pf, sinf, cosf and rsqrtf moved by up to 2 units in the last place
+# (parity/unit/test_device_witness.py): fp32 7e-7; one bf16 or e4m3 rounding that falls the other way makes the worst row, so its
+# limit is the reference's without the part that three twins add; the typical row was 0 everywhere, and at most a tenth of its limit.
+ULPS = "expf, log1pf and rsqrtf of two devices differ by 1 to 3 units in the last place, times logits of about 10"
+FLIP = "one rounding that such a unit tips: "
+DEVICE: dict[str, DeviceGate] = {
+    **{f"hc_attn.{name}": DeviceGate(5e-6, 1e-6, None, ULPS) for name in ("pre", "post", "comb")},
+    **{f"hc_ffn.{name}": DeviceGate(1e-2, 5e-6, None, FLIP + FLIPPED) for name in ("pre", "post", "comb")},
+    "hc_attn.a": DeviceGate(4e-3, 5e-5, 2e-3, FLIP + BF16),
+    "attn.norm": DeviceGate(4e-3, 5e-5, 2e-3, FLIP + BF16),
+    "attn.q_norm": DeviceGate(2.5e-2, 5e-5, 5e-2, FLIP + E4M3),
+    "attn.q": DeviceGate(4e-2, 5e-5, 5e-2, FLIP + E4M3),
+    "attn.kv": DeviceGate(4e-2, 5e-5, 5e-2, FLIP + E4M3),
+    "attn.compressor": DeviceGate(4e-2, 5e-5, 5e-2, FLIP + E4M3),
+    "attn.indexer.q": DeviceGate(1.8e-1, 5e-5, 1e-2, FLIP + E2M1),
+    "attn.indexer.weights": DeviceGate(8e-3, 5e-5, 2e-2, FLIP + BF16),
+    "attn.indexer.compressor": DeviceGate(1.8e-1, 5e-5, 1e-2, FLIP + E2M1),
+    "attn.indexer.score": DeviceGate(5e-2, 1e-4, None, FLIP + E2M1 + ", in one head"),
+    "attn.core": DeviceGate(4e-2, 1e-4, 8e-2, FLIP + KEY),
+    "attn.o": DeviceGate(4e-2, 1e-4, 8e-2, FLIP + KEY),
+    "attn.wo_a": DeviceGate(4e-2, 4e-4, None, FLIP + KEY),
+    "attn.out": DeviceGate(5e-2, 6e-4, None, FLIP + KEY),
+    "hc_attn.X": DeviceGate(2e-2, 4e-4, None, FLIP + FLIPPED),
+    "hc_ffn.a": DeviceGate(2e-2, 4e-4, None, FLIP + FLIPPED),
+    "ffn.norm": DeviceGate(2e-2, 4e-4, None, FLIP + FLIPPED),
+    "ffn.gate": DeviceGate(1e-2, 2e-4, None, FLIP + FLIPPED),
+    "ffn.weights": DeviceGate(1e-2, 2e-4, None, FLIP + FLIPPED),
+    "ffn.routed": DeviceGate(1.2e-1, 6e-4, None, FLIP + E4M3_ALONE),
+    "ffn.shared_experts": DeviceGate(1.2e-1, 6e-4, None, FLIP + E4M3_ALONE),
+    "ffn.out": DeviceGate(1.2e-1, 6e-4, None, FLIP + E4M3_ALONE),
+    "hc_ffn.X": DeviceGate(8e-2, 5e-4, None, FLIP + E4M3_ALONE),
+}
+
+
 @dataclass(frozen=True)
 class Operation:
     """One row for a kernel judged alone: its tolerance, and the part of the stack it is."""

@@ -34,7 +34,8 @@ def failed_verdict(divergence: Divergence, records: Sequence[Record]) -> Verdict
         if isinstance(v, Verdict) and v.state is State.FAIL and (v.point, v.phase, v.layer) == place
         and divergence.step in (step_of(v), v.details.get("first_step", v.step_first))
     ]  # fmt: skip
-    return min(found, key=lambda v: selection.MODES.index(v.mode) if v.mode in selection.MODES else len(selection.MODES), default=None)
+    modes = selection.CHAIN_MODES
+    return min(found, key=lambda v: modes.index(v.mode) if v.mode in modes else len(modes), default=None)
 
 
 def strengthened(divergence: Divergence | None, records: Sequence[Record], audit: Audit) -> Divergence | None:
@@ -43,7 +44,7 @@ def strengthened(divergence: Divergence | None, records: Sequence[Record], audit
         return divergence
     failed = failed_verdict(divergence, records)
     points = places_of_model(audit.config, audit.layers_run)
-    if failed is None or failed.mode not in selection.MODES or divergence.point not in points:
+    if failed is None or failed.mode not in selection.CHAIN_MODES or divergence.point not in points:
         return divergence
     order = {point: i for i, point in enumerate(points)}
 
@@ -51,7 +52,8 @@ def strengthened(divergence: Divergence | None, records: Sequence[Record], audit
         return (selection.PHASES.index(phase), -1 if first is None else first, order[point], selection.MODES.index(mode))
 
     handed_over = failed.details.get("left_by") == "prefill"  # stands before the first step
-    here = key(divergence.phase, None if handed_over else failed.step_first, divergence.point, failed.mode)
+    # Gates of another device are counted as the isolated run that they judge.
+    here = key(divergence.phase, None if handed_over else failed.step_first, divergence.point, "isolated" if failed.mode == selection.DEVICE_MODE else failed.mode)
     passed = {
         key(v.phase, v.step_first, v.point, v.mode)
         for v in records
@@ -77,6 +79,8 @@ def with_repro(divergence: Divergence | None, records: Sequence[Record], audit: 
     try:
         if failed is None:
             raise NoReproError("the gate that failed is no point's")
+        if failed.mode == selection.DEVICE_MODE:
+            failed = replace(failed, mode="isolated")  # whose run it judges
         capture(audit, divergence, failed, report_dir / REPRO, command)
     except NoReproError as error:
         return replace(divergence, no_repro=str(error))

@@ -14,10 +14,12 @@ from probes.core.cli import parse_layers
 from reference.config import ModelConfig
 from reference.points import points_of_layer, spec_of, state_parts
 
-__all__ = ["Case", "StateCase", "layer_cases", "model_cases", "parse_layers", "parse_phases", "state_cases", "state_phase", "step_groups"]
+__all__ = ["CHAIN_MODES", "DEVICE_MODE", "Case", "StateCase", "layer_cases", "model_cases", "parse_layers", "parse_phases", "state_cases", "state_phase", "step_groups"]
 
 PHASES = ("prefill", "decode")
 MODES = ("isolated", "free")
+DEVICE_MODE = "device"  # the isolated run against the same kernels on another device
+CHAIN_MODES = ("isolated", DEVICE_MODE, "free")  # modes whose gates have a place in the dataflow, in this order at one point
 GROUP_STEPS = 32  # decode steps judged by one test; the first step is a group of its own
 
 

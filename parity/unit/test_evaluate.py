@@ -148,7 +148,7 @@ def choice(got, want=(0, 1, 2), noise=0.001, due=3, own=None):
     valid = torch.tensor([[True]])
     no_audit: Any = None
     by = None if own is None else torch.tensor([[list(own)]])
-    return evaluate._judge_choice(no_audit, BASE, torch.tensor([[list(got)]]), torch.tensor([[list(want)]]), SCORES_ROW, valid, noise, "entries", torch.tensor([[due]]), by)
+    return evaluate.judge_choice(no_audit, BASE, torch.tensor([[list(got)]]), torch.tensor([[list(want)]]), SCORES_ROW, valid, noise, "entries", torch.tensor([[due]]), by)
 
 
 def test_a_choice_that_productions_own_scores_make_is_no_error_of_the_choice():
@@ -197,7 +197,7 @@ def visible(got, want, window=4):
     audit: Any = SimpleNamespace(config=SimpleNamespace(sliding_window=window))
     valid = torch.ones(1, len(got), dtype=torch.bool)
     case = Case("decode", "layers.0.attn.visible", "isolated", 0, (0, 0))
-    return evaluate._judge_visible(audit, case, BASE, torch.tensor([got]), torch.tensor([want]), valid)
+    return evaluate.judge_visible(audit, case, BASE, torch.tensor([got]), torch.tensor([want]), valid)
 
 
 WANT = [[4, 5, 6, 7, 0, 1, -1]]
