@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
 
-from bench import harness, results
+from bench import harness, memory, million, results
+from bench.oracle import Seen
+from bench.synthetic import preset, synthetic_model, synthetic_weights
 from bench.timing import KERNELS, Ceilings
 from production import ops
 from production.launch import open_device
+from production.model import State, Transformer
+from reference.checkpoint import expected_tensors
 
 
 def bench_of(tmp_path, *argv: str) -> harness.Bench:
@@ -129,3 +134,141 @@ def test_the_reader_takes_every_word_once(size) -> None:
     for word in words:
         total ^= word
     assert int(sink[0]) ^ int(sink[1]) == total
+
+
+# ---- models of real width, in small ----
+
+
+@pytest.fixture(scope="module")
+def small() -> Transformer:
+    return synthetic_model(preset("flash", (0, 4, 128), **million.SMALL), open_device("cpu"), max_context=320, prefill_chunk=64)
+
+
+def test_activations_of_a_synthetic_model_stay_of_order_one(small) -> None:
+    points = [point for point in small.taps.points if point.endswith(("norm", "attn.q", "attn.kv", "attn.out", "ffn.out", "hc_ffn.X"))]
+    sizes: dict[str, float] = {}
+
+    def take(point: str, value: torch.Tensor) -> None:
+        sizes[point] = float(value.float().square().mean().sqrt())
+
+    tokens = torch.randint(0, small.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(5))
+    with small.taps.observe(points, take):
+        logits = small.prefill(tokens, small.new_state())
+    assert set(sizes) == set(points)
+    assert all(0.1 < size < 10 for size in sizes.values()), sizes
+    assert 0.3 < float(logits.std()) < 3
+
+
+@pytest.mark.parametrize("name", ["flash", "pro"])
+def test_synthetic_weights_have_the_published_shapes_and_no_nan(name) -> None:
+    config = preset(name, (4, 128), **million.SMALL)
+    weights = synthetic_weights(config, torch.device("cpu"), seed=2)
+    for layer in range(2):
+        held, specs = weights.layers[layer], expected_tensors(config, [layer])
+        shapes = {name.removeprefix(f"layers.{layer}."): spec.shape for name, spec in specs.items()}
+        assert tuple(held.attn.wq_b.weight.shape) == shapes["attn.wq_b.weight"]
+        assert tuple(held.attn.wo_a.scale.shape) == shapes["attn.wo_a.scale"]
+        assert tuple(held.attn.wo_b.weight.shape) == shapes["attn.wo_b.weight"]
+        assert tuple(held.experts.w2.shape[1:]) == shapes["ffn.experts.0.w2.weight"]
+        assert tuple(held.experts.s1.shape[1:]) == shapes["ffn.experts.0.w1.scale"]
+        assert tuple(held.hc_attn.fn.shape) == shapes["hc_attn_fn"]
+        for matrix in (held.attn.wq_a, held.attn.wq_b, held.attn.wkv, held.attn.wo_a, held.attn.wo_b, held.shared_experts.w2):
+            assert bool(matrix.weight.view(torch.float8_e4m3fn).float().isfinite().all())
+            assert int(matrix.scale.max()) < 140
+    assert weights.layers[0].gate.tid2eid is not None
+    assert weights.layers[1].gate.bias is not None
+
+
+def test_the_real_presets_are_named_by_their_layers() -> None:
+    assert preset("flash").num_hidden_layers == 43
+    assert preset("pro").num_hidden_layers == 61
+    four = preset("pro", (128, 4, 0, 4))
+    assert (four.num_hidden_layers, four.hidden_size, four.n_routed_experts, four.index_topk) == (4, 7168, 384, 1024)
+    assert [four.kind(layer) for layer in range(4)] == ["hca", "csa", "window", "csa"]
+
+
+# ---- witnesses ----
+
+
+def seen_after_prefill(model: Transformer, columns: list[int]) -> tuple[State, Seen]:
+    """The second chunk of a prompt, observed: column 0 is position 192."""
+    state, ids = model.new_state(), torch.randint(0, model.config.vocab_size, (1, 256), generator=torch.Generator().manual_seed(7))
+    model.prefill(ids[:, :192], state)
+    seen = Seen(model, model.layers, columns, visible=True)
+    with model.taps.observe(seen.points, seen.take):
+        model.prefill(ids[:, 192:], state)
+    return state, seen
+
+
+def test_witnesses_agree_with_a_right_model(small) -> None:
+    state, seen = seen_after_prefill(small, [0, 31, 63])
+    for layer in small.layers:
+        assert seen.attention_error(state.cache, small.weights.layers[layer].attn.attn_sink, layer, 192) <= million.ATTENTION_LIMIT
+        assert seen.visible_counts(layer) == seen.due_counts(layer, 192)
+    found = seen.recall(state.cache, 1, 192)
+    assert (found.queries, found.discarding, found.lost) == (3, 3, 0.0)
+
+
+def test_witnesses_see_another_entry_a_lost_token_and_a_wrong_choice(small) -> None:
+    state, seen = seen_after_prefill(small, [0, 31, 63])
+    sink = small.weights.layers[2].attn.attn_sink
+    entries = state.cache.layers[2].entries
+    assert entries is not None
+    entries[0, 0, :64] ^= 0x80  # signs of one entry that every query reads
+    assert seen.attention_error(state.cache, sink, 2, 192) > million.ATTENTION_LIMIT
+    state.cache.layers[0].ring_position[0, 200 % state.cache.layers[0].ring.shape[1]] = 7
+    assert not seen.attention_error(state.cache, small.weights.layers[0].attn.attn_sink, 0, 192) <= million.ATTENTION_LIMIT
+    selected = seen.get(1, "selected")
+    chosen = set(selected[2].tolist())
+    selected[2, 0] = next(entry for entry in range(64) if entry not in chosen)
+    assert seen.recall(state.cache, 1, 192).lost > million.RECALL_LIMIT
+    seen.get(0, "visible")[1, 0] = -1
+    assert seen.visible_counts(0) != seen.due_counts(0, 192)
+
+
+# ---- a million tokens, and what they weigh ----
+
+
+def million_in_small(tmp_path, *argv: str) -> dict[str, Any]:
+    size = ["--tokens", "320", "--chunk", "64", "--call", "128", "--steps", "8", "--ratios", "0,4,128"]
+    try:
+        million.main(["--device", "cpu", "--out", str(tmp_path), *size, *argv])
+        code = 0
+    except SystemExit as error:
+        code = int(str(error))
+    content: dict[str, Any] = json.loads((tmp_path / "million.json").read_text())
+    return content | {"code": code}
+
+
+@pytest.mark.parametrize("argv", [[], ["--skip", "128"]])
+def test_a_run_goes_to_the_limit_and_is_refused_one_token_more(tmp_path, capsys, argv) -> None:
+    content = million_in_small(tmp_path, *argv)
+    assert content["code"] == 0, [row for row in content["rows"] if row["state"] != "ok"]
+    assert {row["state"] for row in content["rows"]} == {"ok"}
+    out = capsys.readouterr().out
+    assert out.count("raise --max-context to at least 321") == 3
+    assert ("were NOT computed" in out) == bool(argv)
+    assert content["facts"]["eager_allocations"] == content["facts"]["captured_allocations"] == 0
+
+
+def test_a_run_that_is_cut_off_tells_how_far_it_came(tmp_path, capsys) -> None:
+    content = million_in_small(tmp_path, "--seconds", "0")
+    assert content["code"] == 1
+    assert content["facts"]["reached"] == 192
+    wrong = [row["kernel"] for row in content["rows"] if row["state"] == "wrong"]
+    assert wrong == ["prefill, tokens not taken", "tokens short of the limit"]
+    assert "cut off by --seconds" in capsys.readouterr().out
+
+
+def test_the_real_models_are_weighed_without_memory(tmp_path, capsys) -> None:
+    memory.main(["--device", "cpu", "--out", str(tmp_path)])
+    content = json.loads((tmp_path / "memory.json").read_text())
+    assert {row["state"] for row in content["rows"]} == {"ok"}
+    pro, flash = content["facts"]["pro, chunk 512"], content["facts"]["flash, chunk 512"]
+    assert pro["entries_and_keys"] == 30 * (1 << 18) * (584 + 68) + 31 * (1 << 13) * 584
+    assert flash["entries_and_keys"] == 21 * (1 << 18) * (584 + 68) + 20 * (1 << 13) * 584
+    for one in (pro, flash):
+        assert one["cache"]["tensors"] == pytest.approx(one["formula"], rel=0.01)
+        assert one["backup"]["tensors"] < 0.02 * one["cache"]["tensors"]
+        assert one["state"]["tensors"] == pytest.approx(sum(one[part]["tensors"] for part in ("cache", "backup", "workspace")), rel=0.01)
+    assert "exact bytes of tensors" in capsys.readouterr().out
