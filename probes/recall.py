@@ -6,6 +6,8 @@ rounds as production does and sums in fp64: what is lost against it is arithmeti
 against it is the price of the format.
 
     python -m probes.recall --prompt long.txt:0:600 --keys 262144 --k 1024 --queries 2 --kinds real
+
+Where decode and prefill take other kernels, every set goes through both.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from probes.core.trace import Trace, grow_last
 from probes.pair import Pair, load_reference, run_pair
 from production import ops
 from production.launch import Device, open_device
+from production.variants import Variants, plan_of
 from production.weights import inv_freq
 from reference.config import InputError, ModelConfig
 from reference.formats import INDEX_BLOCK, decode_e2m1, decode_e8m0
@@ -47,8 +50,12 @@ PAST_END = 64  # entries of memory beyond the keys, full of NaN scales
 SIDES = ("indexer.q", "indexer.weights", "indexer.compressor")
 
 
-def select(dev: Device, case: Case, frequencies: Tensor) -> Selection:
-    """What production's kernels choose: the indexer's steps after its projections, on the given device."""
+def select(dev: Device, case: Case, frequencies: Tensor, variants: Variants | None = None) -> Selection:
+    """What production's kernels choose: the indexer's steps after its projections, on the given device.
+
+    variants   of a phase; None: those that decode takes on this device
+    """
+    chosen = plan_of(None, dev).decode if variants is None else variants
     where, (T, _, di), E = dev.torch_device, case.q.shape, len(case.keys)
     q, rows = case.q.bfloat16().to(where), case.keys.bfloat16().to(where)
     freq = frequencies.to(where)
@@ -62,10 +69,14 @@ def select(dev: Device, case: Case, frequencies: Tensor) -> Selection:
     position, row = case.position.to(where, torch.int32), torch.zeros(T, dtype=torch.int32, device=where)
     score = torch.full((T, E), torch.nan, device=where)
     selected = torch.full((T, case.k), -1, dtype=torch.int32, device=where)
-    ops.indexer_score(dev, rounded, case.weights.to(where), keys, scales, position, row, score, ratio=4)
-    ops.topk(dev, score, position, selected, ratio=4)
+    ops.indexer_score(dev, rounded, case.weights.to(where), keys, scales, position, row, score, ratio=4, variant=chosen.indexer_score)
+    ops.topk(dev, score, position, selected, ratio=4, variant=chosen.topk)
     scored = (decode_e2m1(keys[0, :E].cpu()).view(E, -1, INDEX_BLOCK) * decode_e8m0(scales[0, :E].cpu())[..., None]).view(E, di)
     return Selection(selected.cpu(), score.cpu(), rounded.cpu().float(), scored)
+
+
+def _indexer(variants: Variants) -> list[str | None]:
+    return [variants.indexer_score, variants.topk]
 
 
 def csa_layers(config: ModelConfig, layers: Sequence[int]) -> tuple[int, ...]:
@@ -119,15 +130,21 @@ def _measure(args: argparse.Namespace) -> Answer:
             raise CannotMeasureError("the checkpoint has no layer with an indexer")
         material = [(random_material(ask.config.index_n_heads, ask.config.index_head_dim, args.seed), inv_freq(ask.config, csa[0]))]
     dev = open_device(args.device)
+    plan = plan_of(args.variants, dev)
+    phases = {"decode": plan.decode, "prefill": plan.prefill}
+    if _indexer(plan.decode) == _indexer(plan.prefill):
+        phases = {"both": plan.decode}
     sets = []
     for kind in kinds:
         for one, freq in material if kind == "real" else material[:1]:
             case = make_case(kind, one, args.keys, args.k, args.queries, args.seed)
-            began = time.perf_counter()
-            made = select(dev, case, freq)
-            same, free, facts = measure_case(case, freq, made)
-            say(f"{case.name}: {time.perf_counter() - began:.1f} s")
-            sets.append({"kind": kind, "source": one.source, "keys": args.keys, "k": args.k, "same_format": same.values(), "exact": free.values(), **facts})
+            for phase, variants in phases.items():
+                began = time.perf_counter()
+                made = select(dev, case, freq, variants)
+                same, free, facts = measure_case(case, freq, made)
+                say(f"{case.name}, kernels of {phase}: {time.perf_counter() - began:.1f} s")
+                used = {"phase": phase, "variants": _indexer(variants)}
+                sets.append({"kind": kind, "source": one.source, **used, "keys": args.keys, "k": args.k, "same_format": same.values(), "exact": free.values(), **facts})
     notes = [
         "shares are over queries that discard entries; judged: an entry exchanged within the score noise counts as chosen",
         "mass lost: softmax(score) mass of the oracle's choice less that of production's; score error: worst difference from the oracle's score, 0 where every product is exact",
@@ -176,12 +193,12 @@ def _run_table(run: Sequence[dict[str, Any]]) -> Table:
 def _set_table(sets: Sequence[dict[str, Any]]) -> Table:
     table = Table(
         "recall on key sets: same format | exact oracle",
-        ["set", "source", "keys", "k", "mean", "judged", "worst", "near-ties", "beyond", "mass lost", "mean", "worst", "mass lost", "score error", "not allowed"],
+        ["set", "source", "kernels", "keys", "k", "mean", "judged", "worst", "near-ties", "beyond", "mass lost", "mean", "worst", "mass lost", "score error", "not allowed"],
     )
     for one in sets:
         same, free = one["same_format"], one["exact"]
         table.add(
-            one["kind"], one["source"], one["keys"], one["k"], same["mean"], same["judged_worst"], same["worst"], same["near_ties"], same["beyond"],
+            one["kind"], one["source"], one["phase"], one["keys"], one["k"], same["mean"], same["judged_worst"], same["worst"], same["near_ties"], same["beyond"],
             same["mass_lost"], free["mean"], free["worst"], free["mass_lost"], one["score_error"], same["not_allowed"],
         )  # fmt: skip
     return table
