@@ -19,13 +19,11 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from production import cpu_device
 from production.signatures import KernelError, architectures, check_architecture, include_closure, kernel_names, near
@@ -33,10 +31,6 @@ from production.signatures import KernelError, architectures, check_architecture
 ARCHS = ("sm_90a", "sm_100a")
 FLAGS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true",
          "--ptxas-options=-v")  # fmt: skip
-NUMPY_TYPES: dict[str, Callable[[Any], Any]] = {
-    "f32": np.float32, "f64": np.float64, "b8": np.bool_, "i8": np.int8, "u8": np.uint8, "i16": np.int16, "u16": np.uint16,
-    "i32": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ capture froze shows without a GPU too. Tests: parity/unit/test_launch.py, parity
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -355,7 +357,7 @@ class CudaDevice(Device):
             raise KernelError(f"no CUDA device to run kernels on: {reason}")
         import cupy
 
-        self._cupy = cupy
+        self._cupy, self._driver_launch = cupy, importlib.import_module("cupy_backends.cuda.api.driver").launchKernel
         index = torch.cuda.current_device()
         self.name, self.torch_device = "cuda", torch.device("cuda", index)
         self.arch = cubins.arch_of(*torch.cuda.get_device_capability(index))
@@ -376,13 +378,15 @@ class CudaDevice(Device):
         if kernel not in known:
             raise KernelError(f"{source}.cu has no kernel '{kernel}'; {near(kernel, known)}")
         converter = Converter(kernel, known[kernel], "cuda", self._index)
-        return _CudaKernel(self._modules[source].get_function(kernel), converter)
+        with self._cupy.cuda.Device(self._index):
+            return _CudaKernel(self._modules[source].get_function(kernel), converter, self._driver_launch)
 
     def _launch(
         self, source: str, kernel: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument],
         shared_bytes: int,
     ) -> None:  # fmt: skip
-        stream = _Stream(torch.cuda.current_stream(self._index).cuda_stream)
+        # The raw handle of torch's current stream, asked anew: on a stream of its own a launch would miss a capture silently.
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
         self._found(source, kernel).launch(grid, block, args, shared_bytes, stream)
 
     @contextmanager
@@ -418,36 +422,31 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self._index)
 
 
-class _Stream:
-    """What CuPy asks of a stream. Given at every launch: on a stream of its own CuPy would miss a capture silently."""
-
-    __slots__ = ("ptr",)
-
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
-
-
 class _CudaKernel:
-    """One function of a cubin, with the conversion of its arguments."""
+    """One function of a cubin, and the memory its arguments are packed into: a slot of eight bytes each, and where each slot is.
+
+    The driver copies the arguments at the launch, so that one memory serves all. Built with the device current.
+    """
 
     DEFAULT_SHARED_BYTES = 48 * 1024
 
-    def __init__(self, function: Any, converter: Converter) -> None:
-        self.function, self.converter = function, converter
+    def __init__(self, function: Any, converter: Converter, driver_launch: Callable[..., None]) -> None:
+        self.function, self.converter, self._driver_launch = function, converter, driver_launch
         self.name = converter.kernel
         self._shared_limit = self.DEFAULT_SHARED_BYTES
-        self._convert = [cubins.NUMPY_TYPES.get(p.type) if not p.is_pointer else None for p in converter.parameters]
+        self._handle = int(function.kernel.ptr)
+        count = len(converter.parameters)
+        self._slots = ctypes.create_string_buffer(8 * max(1, count))
+        first = ctypes.addressof(self._slots)
+        self._places = (ctypes.c_void_p * max(1, count))(*(first + 8 * i for i in range(count)))
+        self._parameters = ctypes.addressof(self._places)
 
-    def launch(
-        self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument], shared_bytes: int, stream: _Stream
-    ) -> None:
+    def launch(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument], shared_bytes: int, stream: int) -> None:
         dims = cpu_device.check_launch(self.name, grid, block, shared_bytes)
-        self.converter.check(args)
-        values = self.converter.values(args)
+        self.converter.pack_into(self._slots, 0, args)
         if shared_bytes > self._shared_limit:
             self.function.max_dynamic_shared_size_bytes = self._shared_limit = shared_bytes
-        packed = tuple(v if to is None else to(v) for to, v in zip(self._convert, values, strict=True))
-        self.function(dims[:3], dims[3:], packed, shared_mem=shared_bytes, stream=stream)
+        self._driver_launch(self._handle, *dims, shared_bytes, stream, self._parameters, 0)
 
 
 def cuda_missing() -> str | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ import torch
 from parity.unit.cpu_device import kernel_cases
 from production import cpu_device, launch
 from production.launch import CpuDevice, KernelError, open_device
-from production.signatures import Parameter, include_closure, kernel_names, signatures
+from production.signatures import Converter, Parameter, include_closure, kernel_names, signatures
 from reference.config import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -425,6 +428,45 @@ def test_a_launch_costs_less_than_sixty_microseconds(device):
 
 
 # ---- the GPU side ----
+
+
+_INTEGERS = {"i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
+
+
+class _Driver:
+    """Stands for the driver: reads every argument where the launch says it lies, as the GPU would."""
+
+    ptr = 77
+
+    def __init__(self, parameters: tuple[Parameter, ...]) -> None:
+        self.parameters = parameters
+        self.seen: list[tuple[Any, ...]] = []
+        self.max_dynamic_shared_size_bytes = 0
+        self.kernel = self
+
+    def launch(self, handle, gx, gy, gz, bx, by, bz, shared, stream, places, extra) -> None:
+        pointers = (ctypes.c_void_p * len(self.parameters)).from_address(places)
+        codes = ["Q" if p.is_pointer else {"f32": "f", "f64": "d", "b8": "?"}.get(p.type) or _INTEGERS[p.type] for p in self.parameters]
+        values = [struct.unpack(f"={code}", ctypes.string_at(at or 0, struct.calcsize(f"={code}")))[0] for code, at in zip(codes, pointers, strict=True)]
+        self.seen.append((handle, (gx, gy, gz), (bx, by, bz), shared, stream, extra, values))
+
+
+def test_arguments_lie_where_the_driver_is_told_in_slots_of_their_own():
+    parameters = signatures(include_closure(PROBES / "launch_probe.cu", [cpu_device.KERNELS]))["scalars"]
+    driver = _Driver(parameters)
+    kernel = launch._CudaKernel(driver, Converter("scalars", parameters, "cpu"), driver.launch)
+    out, given = torch.zeros(8, dtype=torch.float64), (-(2**31), 2**32 - 1, -(2**62), 2**63, 0.1, 0.1, True, -7)
+    kernel.launch((3,), (64, 2), (out, *given), 50_000, 5)
+    kernel.launch((1, 2, 3), (1,), (None, *(7,) * 4, 1.5, 2.5, False, 7), 0, 0)
+    want = [out.data_ptr(), *given[:4], ctypes.c_float(0.1).value, 0.1, True, -7]
+    assert driver.seen[0] == (77, (3, 1, 1), (64, 2, 1), 50_000, 5, 0, want)
+    assert driver.seen[1] == (77, (1, 2, 3), (1, 1, 1), 0, 0, 0, [0, 7, 7, 7, 7, 1.5, 2.5, False, 7])
+    assert driver.max_dynamic_shared_size_bytes == 50_000
+    with pytest.raises(KernelError, match="'i' is 2147483648"):
+        kernel.launch((1,), (1,), (out, 2**31, *given[1:]), 0, 0)
+    with pytest.raises(KernelError, match="at most 1024 threads"):
+        kernel.launch((1,), (2048,), (out, *given), 0, 0)
+    assert len(driver.seen) == 2
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(launch.cuda_missing() is not None, reason=f"not run: {launch.cuda_missing()}")]
 
