@@ -10,6 +10,7 @@ A list is a TOML file, or a folder of them (the project's own: parity/faults/, o
     note = "..."                          # optional: how it differs from the catalogue's entry
     prompts = ["a.txt:0:250", "b.txt:0:130"]    # optional: it shows in these only, one batch row each
     crash = true                          # optional: an error is how it shows, and counts
+    decode = "replay"                     # optional: it shows in a captured graph only; variants = "fast" likewise
     [[fault.edit]]
     file = "production/model.py"          # below production/ or kernels/
     find = "..."                          # must stand there exactly once
@@ -46,6 +47,7 @@ FAULTS = ROOT / "parity" / "faults"
 ROOMS = ("production", "kernels")
 LAYER_KINDS = ("window", "csa", "hca")
 PHASES = ("prefill", "decode", "any")
+RUN_AS = {"decode": ("eager", "replay"), "variants": ("portable", "fast")}  # how production runs, where a fault says so
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,14 @@ class Fault:
     prompts: tuple[str, ...] = ()
     crash: bool = False
     note: str = ""
+    decode: str = ""
+    variants: str = ""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options of a run without the fault that runs the same code."""
+        given = (("--decode", self.decode), ("--variants", self.variants))
+        return tuple(word for option, value in given if value for word in (option, value))
 
 
 @dataclass(frozen=True)
@@ -146,9 +156,12 @@ def _fault(entry: Any, where: str, component: str) -> Fault:
     prompts, expect = entry.get("prompts", []), entry.get("expect", {})
     if not _strings(prompts) or not isinstance(entry.get("crash", False), bool):
         raise InputError(f"{where}: prompts is a list of strings, crash is true or false")
+    for name, allowed in RUN_AS.items():
+        if entry.get(name, "") not in ("", *allowed):
+            raise InputError(f"{where}: {name} {entry[name]!r}, expected {' or '.join(allowed)}")
     return Fault(
         entry["id"], str(entry.get("title", "")), tuple(edits), _expect(expect, where), component,
-        tuple(prompts), entry.get("crash", False), str(entry.get("note", "")),
+        tuple(prompts), entry.get("crash", False), str(entry.get("note", "")), entry.get("decode", ""), entry.get("variants", ""),
     )  # fmt: skip
 
 

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity.attribution import ONLY_REPLAYED
 from parity.audit import Audit
+from probes.core.drive import decoding
 from probes.core.records import Divergence, Verdict, to_wire
 from probes.core.repro import ALIGN, Repro, Step, View, bytes_of, compare, extent
 from probes.core.trace import PADS, grow_last
@@ -66,6 +68,16 @@ def capture(audit: Audit, divergence: Divergence, verdict: Verdict, path: Path, 
         raise NoReproError(f"{point} is what the layer leaves in its state: no launch shows it")
     if not hasattr(audit.production, "device"):
         raise NoReproError("production has no device that could be watched")
+    if divergence.because.startswith(ONLY_REPLAYED):
+        raise NoReproError("launched by itself the operation is right: only the captured graph is wrong")
+    with decoding(audit.production, "eager"):
+        return _captured(audit, divergence, verdict, path, command, layer)
+
+
+def _captured(audit: Audit, divergence: Divergence, verdict: Verdict, path: Path, command: str, layer: int) -> Path:
+    """Launched one by one; steps that were replayed from a graph have the same bits, or are no repro."""
+    point, phase = divergence.point, divergence.phase
+    assert phase is not None
     place = _place(audit, verdict, layer, phase, divergence.step)
     agreeing = frozenset(_points_before(audit, layer, point))
     state = audit.production.new_state(audit.batch, audit.plan.max_context)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from parity import gates
+from parity.attribution import REPLAYED
 from parity.audit import Audit, Floor
 from parity.evaluate import judge_values
 from parity.gates import GATES
@@ -108,11 +109,14 @@ def measurements_of(runs: SelfParity, case: SelfCase, verdict: Verdict) -> list[
 
 
 def runs_of(audit: Audit) -> SelfParity:
-    """Production on the audit's own text, a short one repeated; nothing is run yet."""
-    plan = audit.plan
-    context = min(plan.max_context, MAX_CONTEXT)
-    text = text_of([ids for row in zip(plan.rows, plan.continuation, strict=True) for ids in row])
-    return SelfParity(audit.production, text[:context], context)
+    """Production on the audit's own text, a short one repeated; nothing is run yet. The same runs for everybody who asks."""
+    if "self parity" not in audit.memo:
+        plan = audit.plan
+        context = min(plan.max_context, MAX_CONTEXT)
+        text = text_of([ids for row in zip(plan.rows, plan.continuation, strict=True) for ids in row])
+        audit.memo["self parity"] = SelfParity(audit.production, text[:context], context)
+    runs: SelfParity = audit.memo["self parity"]
+    return runs
 
 
 def _judged(audit: Audit, base: Verdict, floors: bool, judge: Callable[[], Verdict]) -> Verdict:
@@ -145,6 +149,23 @@ def judge_way(audit: Audit, runs: SelfParity, phase: str, name: str) -> Verdict:
     """One way against another: every point, logits and stored row bit by bit."""
     base = Verdict(f"self.{name}", f"self.{name}", "model", State.NOT_RUN, "rows whose bits differ", phase=phase, why=EQUAL)
     return _judged(audit, base, False, lambda: verdict_of(base, runs.way(phase, name)))
+
+
+def judge_replayed(audit: Audit, runs: SelfParity, batch: int) -> tuple[Verdict, Way | None]:
+    """Steps replayed from a captured graph against the same steps launched one by one: every point, logits and stored row bit by bit."""
+    base = Verdict(REPLAYED, f"{REPLAYED}[batch {batch}]", "model", State.NOT_RUN, "rows whose bits differ", phase="decode", component="graph capture", why=EQUAL)
+    ways: list[Way] = []
+
+    def judge() -> Verdict:
+        ways.append(way := runs.replayed(batch))
+        verdict = verdict_of(base, way)
+        at = way.graph.get("captured_at")
+        if verdict.state is State.PASS and not way.graph.get("elsewhere"):
+            return replace(verdict, state=State.NOT_RUN, reason=f"the graph was replayed at its captured length {at} only")
+        return replace(verdict, component="graph capture", details={**verdict.details, "graph": way.graph})
+
+    verdict = _judged(audit, base, False, judge)
+    return verdict, ways[0] if ways else None
 
 
 def verdict_of(base: Verdict, way: Way) -> Verdict:

@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import torch
 
-from parity import evaluate, planted, score, selection, stored
+from parity import device_witness, evaluate, planted, score, selection, stored
 from parity.attribution import first_divergence, operations_behind
 from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
 from parity.cache import ReferenceCache, cache_folder, checkpoint_facts, code_hash, machine_facts
@@ -50,8 +50,11 @@ PROFILES = ("full", "faults")
 DEFAULT_MAX_CONTEXT = 8192
 RUNS = ROOT / "reports" / "runs"
 DEVICES = ("cpu", "cuda")
+DECODING = ("eager", "replay")  # as production.graph
+PLANS = ("portable", "fast")  # as production.variants
 UNIT = ROOT / "parity" / "unit"
 FILES = ("run.jsonl", "report.html", "junit.xml", REPRO)
+GPU_FILES = ("test_device.py", "test_operations_published.py")  # asked for with --device cuda only
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -64,6 +67,8 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--steps", default=None, metavar="N", help="decode steps after the prompt (default: 130; fault profile: 24)")
     group.addoption("--profile", default=None, metavar="full|faults", help="faults: 24 decode steps, and once a gate is red only what can explain it (default: faults with --inject, else full)")
     group.addoption("--device", default="cpu", metavar="cpu|cuda", help="where production runs (default: cpu)")
+    group.addoption("--decode", default=None, metavar="eager|replay", help="how production decodes: launch by launch, or from a captured graph that is replayed at other lengths (default: eager)")
+    group.addoption("--variants", default=None, metavar="portable|fast", help="kernel variants that production runs (default: fast on sm_90a, else portable)")
     group.addoption("--max-context", default=str(DEFAULT_MAX_CONTEXT), metavar="N", help="tokens the KV cache holds (default: 8192)")
     group.addoption("--report", default=None, metavar="DIR", help="where run.jsonl, report.html and junit.xml go (default: reports/runs/<date>-<commit>)")
     group.addoption("--no-cache", action="store_true", help="compute the reference and its twins even if an earlier run left them in ~/.cache/dsv4-parity/reference (DSV4_PARITY_CACHE moves it)")
@@ -88,6 +93,8 @@ def ignore_collect(path: Path, config: pytest.Config) -> bool | None:
     """parity/unit is collected only when it is named."""
     if _within_unit(path) and not any(_within_unit(asked) for asked in _asked_paths(config)):
         return True
+    if path.name in GPU_FILES and config.getoption("--device") != "cuda":
+        return True  # not asked for, unless it is named
     return None
 
 
@@ -115,6 +122,8 @@ class Run:
     fault: planted.Fault | None
     report_dir: Path
     profile: str = "full"
+    decode: str = "eager"
+    variants: str | None = None
     fault_copy: Path | None = None
     ledger: Ledger | None = None
     audit: Audit | None = None
@@ -184,6 +193,9 @@ def _checked(config: pytest.Config) -> Run:
     for name, allowed in (("--phase", (*selection.PHASES, "both")), ("--device", DEVICES), ("--profile", PROFILES)):
         if (profile if name == "--profile" else option(name)) not in allowed:
             raise InputError(f"{name} {option(name)}: expected {', '.join(allowed[:-1])} or {allowed[-1]}")
+    for name, allowed in (("--decode", DECODING), ("--variants", PLANS)):
+        if option(name) not in (None, *allowed):
+            raise InputError(f"{name} {option(name)}: expected {' or '.join(allowed)}")
     steps = _whole(option("--steps") or str(DEFAULT_STEPS if profile == "full" else FAULT_STEPS), "--steps", 0)
     max_context = _whole(option("--max-context"), "--max-context", 1)
     directory = Path(option("--checkpoint"))
@@ -211,6 +223,7 @@ def _checked(config: pytest.Config) -> Run:
         raise InputError(f"prompt of {plural(longest, 'token')} and {plural(needed - longest, 'step')} need {plural(needed, 'token')}, --max-context is {max_context}")
     return Run(
         config, phases, layers, steps if "decode" in phases else 0, max_context, option("--device"), directory, prompts, fault, _report_dir(option("--report"), config), profile=profile,
+        decode=option("--decode") or (fault.decode if fault else "") or "eager", variants=option("--variants") or (fault.variants if fault else "") or None,
     )  # fmt: skip
 
 
@@ -266,7 +279,7 @@ def start(session: pytest.Session) -> None:
 
 
 # The fault profile: where a fault shows and what it is come first, the rest only where nothing is red yet.
-NAMING = ("test_layers", "test_state", "test_sink", "test_load", "test_operations")
+NAMING = ("test_layers", "test_state", "test_device", "test_sink", "test_load", "test_operations")
 
 
 def collected(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -372,6 +385,8 @@ def _load(run: Run) -> None:
         cache = ReferenceCache(cache_folder(), facts)
     run.audit = Audit(model, production if production is not None else _Missing(model, str(run.load_crash)), twins, plan, say=tell, cache=cache)
     run.audit.faulty = run.fault is not None
+    if production is not None and asks_for_witness(run):
+        run.audit.beside = device_witness.Beside.load(run.checkpoint_dir, production, run.max_context, layers)
     if run.profile == "faults":
         run.audit.red = lambda audit, phase, step, alone: evaluate.any_red(audit, phase, step, alone) or stored.any_red(audit, phase, step)
     if run.load_crash is not None:
@@ -385,7 +400,12 @@ def load_production(run: Run) -> Any:
     if run.device == "cuda" and not torch.cuda.is_available():
         run.device_reason = "no device: --device cuda, and torch sees no CUDA device here"
         raise RuntimeError(run.device_reason)
-    return production.load(run.checkpoint_dir, device=run.device, max_context=run.max_context, layers=range(max(run.layers) + 1))
+    return production.load(run.checkpoint_dir, device=run.device, max_context=run.max_context, layers=range(max(run.layers) + 1), variants=run.variants, decoding=run.decode)
+
+
+def asks_for_witness(run: Run) -> bool:
+    """On a GPU the isolated layers are run on the CPU device too."""
+    return run.device == "cuda"
 
 
 class NotLoadedError(AttributeError):
@@ -480,8 +500,14 @@ def header(run: Run) -> Header:
         },
         device=run.device, policy=sorted(run.audit.production.policy), phases=list(run.phases), layers=list(run.layers), layers_run=list(run.audit.layers_run),
         prompts=[p.label for p in run.prompts], tokens=[len(p.ids) for p in run.prompts], steps=run.steps, max_context=run.max_context,
-        inject=run.fault.id if run.fault else None, notes=notes, fault_score=score.standing(),
+        decode=run.decode, variants=_plan(run), inject=run.fault.id if run.fault else None, notes=notes, fault_score=score.standing(),
     )  # fmt: skip
+
+
+def _plan(run: Run) -> str:
+    """The kernel variants that production runs; where it was not loaded, those that were asked for."""
+    plan = getattr(run.audit.production, "plan", None) if run.audit is not None else None
+    return str(plan.name) if plan is not None else run.variants or ""
 
 
 def _shown(path: Path) -> str:
@@ -493,7 +519,7 @@ def command_line(config: pytest.Config) -> str:
     return shlex.join(["pytest", *map(str, config.invocation_params.args)])
 
 
-AGAIN = ("phase", "layers", "checkpoint", "prompt", "steps", "device", "max_context", "profile", "inject", "faults")
+AGAIN = ("phase", "layers", "checkpoint", "prompt", "steps", "device", "decode", "variants", "max_context", "profile", "inject", "faults")
 
 
 def again_options(config: pytest.Config) -> str:
@@ -520,7 +546,7 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     _record_unreached(session, run)
     narrowed = _narrowed(session)
     facts: list[Record] = [] if narrowed else list(coverage(run))
-    for record in [*facts, *measurements(run.audit), *run.audit.cache_facts(), *mechanisms(run.audit, ledger.records), *kernels(run)]:
+    for record in [*facts, *measurements(run.audit), *device_witness.measurements(run.audit), *run.audit.cache_facts(), *graphs(run.audit), *mechanisms(run.audit, ledger.records), *kernels(run)]:
         ledger.write(record)
     if run.audit.stopped:
         ledger.write(Measurement("early end", values={"reason": run.audit.stopped}))
@@ -601,15 +627,21 @@ def coverage(run: Run) -> list[Coverage]:
                 continue  # nobody asked for it any more; the header says where the run ended
             expected = observed
         cells.append(Coverage(phase, layer, point, mode, expected, observed))
-    return cells
+    return cells + device_witness.coverage(run.audit)
+
+
+def graphs(audit: Audit) -> list[Measurement]:
+    """The captured graphs that decode was replayed from: of the whole chain, and of each layer alone."""
+    held = [graph for who in ("production", "isolated") for graph in getattr(audit.states.get(who), "graphs", {}).values()]
+    return [Measurement("graph", layer=graph.layer, phase="decode", values=graph.facts()) for graph in held]
 
 
 def kernels(run: Run) -> list[Kernel]:
     """What really ran, from the launcher's own count."""
     assert run.audit is not None
     counts: dict[tuple[str, str, str, str], int] = {}
-    model = getattr(run.audit.production, "kernels", None)
-    for entries in [model() if model is not None else [], *[device.ran for device in run.devices]]:
+    models = [run.audit.production, getattr(run.audit.beside, "model", None)]
+    for entries in [*[model.kernels() for model in models if hasattr(model, "kernels")], *[device.ran for device in run.devices]]:
         for source, kernel, arch, build, launches in entries:
             counts[source, kernel, arch, build] = counts.get((source, kernel, arch, build), 0) + launches
     return [Kernel(*key, launches=n) for key, n in sorted(counts.items())]

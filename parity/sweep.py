@@ -5,7 +5,7 @@
     python -m parity.sweep --component "SWA ring" --faults my-faults/
 
 First the same profile without a fault, which must be green and fills the reference cache: once on the default prompt, once on
-each other set of prompts that a fault asks for. Then `pytest parity/ --inject ID` per fault, each in a folder of its own. Writes
+each other set of prompts and options that a fault asks for. Then `pytest parity/ --inject ID` per fault, each in a folder of its own. Writes
 sweep.json, sweep.csv and sweep.html; judged by parity/score.py, drawn by reports/sweep.py.
 Exit 0: every fault detected, component right in 95 %, layer kind and phase in 90 %, runs without a fault green. 1: not so.
 2: bad input, in one line, before anything runs. 130: stopped. Tests: parity/unit/test_sweep.py.
@@ -49,12 +49,13 @@ LOG = "pytest.log"
 
 @dataclass
 class Run:
-    """One `pytest parity/` in a process group of its own. fault None: without one; options go with a fault only."""
+    """One `pytest parity/` in a process group of its own. fault None: without one; options go with a fault only, `alike` without one."""
 
     fault: Fault | None
     prompts: tuple[str, ...]
     folder: Path
     options: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
     started: float = 0.0
     seconds: float = 0.0
     code: int | None = None
@@ -66,7 +67,7 @@ class Run:
         words = [sys.executable, "-m", "pytest", "parity/", "--profile", "faults", "--report", str(self.folder), "-q", "--tb=short"]
         for prompt in self.prompts:
             words += ["--prompt", prompt]
-        return words + (["--inject", self.fault.id, *self.options] if self.fault is not None else [])
+        return words + (["--inject", self.fault.id, *self.options] if self.fault is not None else list(self.alike))
 
     @property
     def temporary(self) -> Path:
@@ -137,10 +138,10 @@ class Run:
         reason = self.why()
         if not reason:
             try:
-                return score.judge_clean(self.prompts, read_run(self.folder / "run.jsonl"), self.seconds)
+                return score.judge_clean((*self.prompts, *self.alike), read_run(self.folder / "run.jsonl"), self.seconds)
             except (OSError, RecordError) as error:
                 reason = f"no readable run: {error}"
-        return Clean(self.prompts, score.NOT_RUN, reason, self.seconds)
+        return Clean((*self.prompts, *self.alike), score.NOT_RUN, reason, self.seconds)
 
 
 def stop(runs: Sequence[Run]) -> None:
@@ -219,8 +220,8 @@ class Sweep:
         return self.score
 
     def _clean_runs(self) -> None:
-        sets = dict.fromkeys([(), *(fault.prompts for fault in self.faults)])
-        runs = [Run(None, prompts, self.folder / f"_clean{number}") for number, prompts in enumerate(sets, 1)]
+        sets = dict.fromkeys([((), ()), *((fault.prompts, fault.options) for fault in self.faults)])
+        runs = [Run(None, prompts, self.folder / f"_clean{number}", alike=alike) for number, (prompts, alike) in enumerate(sets, 1)]
         with contextlib.closing(in_turn(runs, self.jobs, self.timeout)) as ended:
             for run in ended:
                 self.clean.append(one := run.clean())

@@ -18,7 +18,7 @@ import torch
 from probes.core.cli import Answer, Ask, Table, answer, ask_of, count, number, positive, probe_parser
 from probes.core.compare import compare_scores, compare_values, differing
 from probes.core.queries import Log, Rows, observer_costs
-from probes.core.selfparity import SPLITS, STEPS, TEXT, WAYS, SelfParity, Way, table_of, text_of
+from probes.core.selfparity import REPLAYED, SPLITS, STEPS, TEXT, WAYS, SelfParity, Way, table_of, text_of
 from probes.pair import load_production, load_reference
 from reference.config import InputError
 from reference.points import INDICES, SCORES, spec_of
@@ -45,6 +45,8 @@ def _measure(args: argparse.Namespace) -> Answer:
     text = text_of([[*prompt.ids, *prompt.continuation] for prompt in ask.prompts], args.tokens)
     runs = SelfParity(model, text, min(ask.max_context, max(1024, args.tokens)), max(1, ask.steps))
     ways = [runs.way(phase, name) for phase in ask.phases for name in WAYS[phase]]
+    if "decode" in ask.phases:
+        ways += [runs.replayed(batch) for batch in REPLAYED]
     if args.each_split and "prefill" in ask.phases:
         ways += [runs.split(at) for at in SPLITS if at < args.tokens]
     tables, values = [_equal(ways)], {**ask.facts(), "text": args.tokens, "ways": [dict(line) for line in table_of(ways)]}
@@ -59,8 +61,12 @@ def _measure(args: argparse.Namespace) -> Answer:
     values["observer"] = {"points": costs, "seconds": {f"{way.phase} {name}": s for way in ways for name, s in way.seconds.items()}}
     seconds = [f"{way.phase}: {way.seconds['with taps']:.3g} s with every tap, {way.seconds['without taps']:.3g} s without" for way in ways if way.seconds]
     left = [f"{line['phase']} {line['way']}: did not fit: {line['skipped']}" for line in table_of(ways) if line["skipped"]]
-    graph = "captured steps replayed at other lengths: not measured, production captures no graph"
-    return Answer(tables, values, [*seconds, *left, graph])
+    graphs = [
+        f"{way.name}: {way.graph['launches']} launches captured at {way.graph['captured_at']} tokens, replayed at {way.graph['replayed_at'][0]} to {way.graph['replayed_at'][1]}"
+        for way in ways
+        if way.graph.get("replayed_at")
+    ]
+    return Answer(tables, values, [*seconds, *left, *graphs])
 
 
 def _equal(ways: Sequence[Way]) -> Table:

@@ -55,7 +55,7 @@ class Pair:
 
 def load_production(ask: Ask) -> Any:
     """Production as asked. Raises InputError, or RuntimeError when a kernel cannot run here."""
-    return production.load(ask.checkpoint, device=ask.device, max_context=ask.max_context, layers=ask.layers_run)
+    return production.load(ask.checkpoint, device=ask.device, max_context=ask.max_context, layers=ask.layers_run, variants=ask.variants, decoding=ask.decode)
 
 
 def load_reference(ask: Ask, policy: Any) -> Any:

@@ -20,6 +20,9 @@ TITLES: dict[str, tuple[str, str]] = {
     "memory.transients": ("Allocations of a prefill", "Limit 0 tensors beside the logits, at two capacities and positions; the logits' checksum is the same at every capacity."),
     "memory.slope": ("Memory over decode steps", "Limits: 0 tensors allocated, 0 bytes more in the state, 50 MB between samples. Not looked at: other processes on the device."),
     "memory.capacity": ("What a full cache does", "It takes its last token, refuses one more by name and changes nothing that is stored: limit 0 positions changed."),
+    "graph": ("Captured graphs that decode was replayed from", "Host code saw the captured length, replays were at others. Taps copy into buffers that are poisoned before a replay: one that did not fire is not run. Prefill and single operations are not captured."),
+    "device.kernels": ("The same kernels on the CPU device: what ran", "From the point named on, the GPU ran another kernel than the CPU device, so sums may stand in another order and the reference's limits hold."),
+    "device.points": ("The same kernels on the CPU device: how near", "The isolated layers again, same input and state, prefill and the first decode steps; worst and typical row over the judged layers, relative L2; sets: queries that differ. Limits: gates device.*. Not looked at: later steps, and whatever is wrong on both."),
     "seconds": ("Time of the run", ""),
     "early end": ("Where the fault profile ended", "Once a gate is red the models are not run further; what was not run then is no part of the verdict."),
     "reference_cache": ("Reference passes from an earlier run", "Production is never taken from there."),
@@ -50,6 +53,15 @@ COLUMNS: dict[str, dict[str, str]] = {
         "host_growth_bytes": "growth on the host, bytes", "element_growth": "growth of containers, elements",
         "sampled": "sampled memory", "every": "every steps", "first_mb": "first sample, MB", "last_mb": "last sample, MB", "spread_mb": "largest less smallest, MB",
     },
+    "graph": {
+        "captured_at": "captured at tokens", "replayed_at": "replayed at tokens, least and most", "elsewhere": "replays at other lengths only", "launches": "launches in the graph",
+        "host_steps": "torch steps in the graph", "given_choices": "choices from outside",
+    },
+    "device.kernels": {
+        "plan": "variants", "plan_beside": "variants on the CPU device", "kernels": "kernels on the CPU device", "only_gpu": "only on the GPU", "only_cpu": "only on the CPU device",
+        "other_from": "another kernel from", "problem": "what stopped it",
+    },
+    "device.points": {"of": "point", "in_layer": "in layer", "equal_bits": "share of elements equal in every bit"},
     "memory.capacity": {"capacity": "capacity, tokens", "taken": "tokens taken", "refusals": "one more is refused with", "changed": "stored parts changed", "failed": "what went wrong"},
     "reference_cache": {"from_cache": "passes from the cache", "computed": "passes computed", "ignored_files": "files ignored", "MB_read": "MB read", "MB_written": "MB written", "not_kept": "why not kept"},
 }  # fmt: skip

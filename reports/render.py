@@ -41,7 +41,7 @@ OUT_OF_SCOPE = (
     "prefix reuse between requests",
     "paged KV memory",
     "several GPUs",
-    "CUDA graphs: production runs eagerly",
+    "prefill in a captured graph",
     "NVFP4 exports of the checkpoint",
 )
 
@@ -373,6 +373,8 @@ def not_checked(run: Run) -> list[str]:
         out.append(f"layers {words.runs(unjudged)}: run, because later layers need them, but not judged")
     if run.kernels and all(k.arch.startswith("cpu") for k in run.kernels):
         out.append("a GPU: the kernels ran on the CPU device, which shows their arithmetic, not their behaviour or speed on a card")
+    if header.decode != "replay" and "decode" in header.phases:
+        out.append("decode in a captured graph: layers and logits ran launch by launch; --decode replay audits the graph")
     if not run.kernels:
         out.append("kernels: this run recorded none, so it cannot say which code ran")
     reasons: dict[str, int] = {}

@@ -322,7 +322,7 @@ def test_the_fault_profile_of_a_right_production_is_a_whole_audit(shell):
 
 def test_production_that_stops_in_decode_fails_and_what_came_before_is_judged(shell):
     """The prompt has 20 tokens: the second step finds 21 in the cache."""
-    emit = '        self.taps.emit("logits", logits)\n'
+    emit = '            show("logits", logits)\n'
     fault = shell.fault("production/model.py", emit, f'{emit}        if decode and int(cache.lengths.max()) == 21:\n            raise RuntimeError("planted")\n')
     code, out, _ = shell("parity/test_layers.py", *SMALL, *fault, "-k", "production_runs or (test_point and hc_ffn.X)")
     assert code == 1

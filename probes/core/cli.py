@@ -71,6 +71,8 @@ def probe_parser(name: str, description: str, example: str, steps: int = 8) -> a
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where production's kernels run (default: cpu)"
     )
+    parser.add_argument("--decode", choices=("eager", "replay"), default="eager", help="launch by launch, or from a captured graph (default: eager)")
+    parser.add_argument("--variants", choices=("portable", "fast"), help="kernel variants of production (default: fast on sm_90a, else portable)")
     parser.add_argument(
         "--max-context",
         metavar="N",
@@ -129,6 +131,8 @@ class Ask:
     layers_run: range | None
     device: str
     max_context: int
+    decode: str = "eager"
+    variants: str | None = None
 
     def facts(self) -> dict[str, Any]:
         """For the JSON line: what this was measured on."""
@@ -140,6 +144,8 @@ class Ask:
             "steps": self.steps,
             "layers": list(self.layers),
             "device": self.device,
+            "decode": self.decode,
+            "variants": self.variants,
         }
 
 
@@ -168,6 +174,8 @@ def ask_of(args: argparse.Namespace) -> Ask:
         layers_run=None if highest == config.num_hidden_layers else range(highest),
         device=args.device,
         max_context=max_context,
+        decode=args.decode,
+        variants=args.variants,
     )
 
 

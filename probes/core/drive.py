@@ -6,7 +6,8 @@ that two models always see the same tokens. Models are passed in. Tests: parity/
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,6 +43,19 @@ class Run:
 
     trace: Trace
     tokens: Tensor
+
+
+@contextmanager
+def decoding(model: Any, how: str) -> Iterator[None]:
+    """Inside, a model decodes "eager", launch by launch, or "replay", from captured graphs. Raises InputError where it has none."""
+    kept = getattr(model, "decoding", None)
+    if kept is None:
+        raise InputError("this model has no graphs")
+    model.decoding = how
+    try:
+        yield
+    finally:
+        model.decoding = kept
 
 
 def run_model(

@@ -1,7 +1,8 @@
 """`with Recorder(model, points) as trace:` copies what the taps of a model show, and always lets go.
 
 Works on any object that has `taps` (reference.points.Taps). Values are copied at the tap, so what the model does to its
-buffers later does not reach the trace. Python taps do not fire inside a replayed CUDA graph: record an eager run.
+buffers later does not reach the trace. Taps fire after a replayed graph with what it
+copied inside, or not at all (production/graph.py).
 
     with Recorder(model, ["layers.2.attn.selected"]) as trace:
         trace.begin("prefill")

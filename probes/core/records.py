@@ -43,6 +43,7 @@ class Header:
     prompts         one label per batch row, e.g. medium.txt:0:250; tokens  [count per row]
     policy          rounding points production declares
     command         what was typed; seed  of every random choice
+    decode          eager: launched kernel by kernel; replay: from captured graphs; variants  plan of the kernels' variants
     fault_score     what the last sweep over planted faults said on this machine, in words
     """
 
@@ -65,6 +66,8 @@ class Header:
     steps: int
     max_context: int
     seed: int = 0
+    decode: str = "eager"
+    variants: str = ""
     inject: str | None = None
     notes: list[str] = field(default_factory=list)
     fault_score: str = ""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from probes.core.drive import decoding
 from probes.core.queries import (
     Difference,
     Log,
@@ -36,6 +37,7 @@ from probes.core.queries import (
     stored_parts,
     together,
 )
+from probes.core.wording import plural
 from reference.config import InputError, ModelConfig
 from reference.points import points_of_model
 
@@ -49,6 +51,9 @@ CONTINUED = (
     (3, 2), (3, 5), (4, 4), (5, 3), (124, 3), (124, 4), (124, 5), (127, 1), (127, 2), (127, 5), (128, 4), (129, 3),
     (252, 3), (252, 4), (252, 5), (255, 2), (255, 5), (256, 4), (257, 3),
 )  # fmt: skip
+# Starts of the rows of batches whose steps are replayed from a graph: across ends of groups of 4 and 128, none and one token before.
+REPLAYED = {1: (252,), 3: (3, 124, 252), 8: (0, 3, 8, 60, 124, 127, 132, 252)}
+REPLAYED_STEPS = 5
 CONTINUED_ALONE = ((3, 5), (127, 5), (255, 5))  # these also without any other row
 DECODED, STEPS = (0, 60, 124, 252), 8  # starts of the rows of one decode batch; from 60 a group of 128 stays open
 # (first token, tokens) of rows prefilled together; the second is another text than the rest, one is empty.
@@ -68,6 +73,7 @@ class Way:
     differences         per point and part of the state, in dataflow order
     skipped             what did not fit into the context, e.g. "split at 256"
     seconds             of the two runs, where their cost was the question: {"with taps": ..., "without": ...}
+    graph               facts of the captured graph, where there was one
     """
 
     phase: str
@@ -78,6 +84,7 @@ class Way:
     differences: list[Difference]
     skipped: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    graph: dict[str, Any] = field(default_factory=dict)
 
     @property
     def first(self) -> Difference | None:
@@ -420,6 +427,27 @@ class SelfParity:
         got = together([seen.of_row(b) for b in range(len(order))])
         pairs = [(row_of(snapshots, b), states[i]) for b, i in enumerate(order)]
         return self._made("decode", "batched", got, together([rows[i] for i in order]), pairs)
+
+    def replayed(self, batch: int) -> Way:
+        """Steps of rows of unequal lengths replayed from one captured graph, beside the same steps launched one by one."""
+        wanted = [(start, REPLAYED_STEPS) for start in REPLAYED[batch]]
+        at = self.chunks[1]
+        spans = [span for span in self._fitting(wanted) if span[0] in at] or [(0, min(self.T, REPLAYED_STEPS))]
+        starts, steps = [start for start, _ in spans], spans[0][1]
+        rows, states = {}, {}
+        facts: dict[str, Any] = {}
+        for how in ("eager", "replay"):
+            log, state = Log(self.points), self._state(len(starts), stack([at[start] for start in starts]))
+            with decoding(self.model, how):
+                self._decode(state, starts, steps, log)
+            rows[how], states[how] = log.rows(), self._export(state)
+            facts = next((graph.facts() for graph in state.graphs.values()), {})
+        said = f"steps of {plural(len(starts), 'row')} replayed from a captured graph = the same steps launched one by one"
+        found = differences(rows["replay"], rows["eager"], self.points, self.config)
+        parts = state_differences(states["replay"], states["eager"])
+        found = sorted([*found, *parts], key=lambda d: self._order(d.what))
+        skipped = [f"row at {start}" for start, _ in wanted if start not in starts]
+        return Way("decode", f"replayed, batch {batch}", said, len(rows["eager"].position), sum(d.rows for d in parts), found, skipped, graph=facts)
 
     def _decode_reused(self) -> Way:
         rows, _, states, _ = self._alone_observed
