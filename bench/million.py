@@ -32,6 +32,8 @@ from reference.config import InputError
 
 FLAT_BYTES = 50e6
 EVERY = 10  # steps between samples
+AGREE = 16  # tokens that go both ways
+AGREE_LIMIT = 0.1  # of a logits row, the median of them: sums in another order flip a rounding here and there
 LEAST_STEPS = 6  # two warm up, one is profiled, two are observed
 ATTENTION_LIMIT = 8e-3  # as the audit's core.witness
 RECALL_LIMIT = 3e-3  # 99.7 %
@@ -53,16 +55,17 @@ def main(argv: list[str] | None = None) -> None:
     config = preset(args.width, ratios, **(SMALL if bench.small else {}))
     began = time.perf_counter()
     model = synthetic_model(config, bench.device, tokens, chunk, args.variants, seed=args.seed)
+    weights = memory.held_bytes(model.weights)
     state = model.new_state(1)
     bench.device.synchronize()
-    print(f"{model.describe()}; made in {time.perf_counter() - began:.1f} s", flush=True)
+    print(f"{model.describe()}; {weights / 1e9:.2f} GB of random weights, made in {time.perf_counter() - began:.1f} s", flush=True)
     run = Run(bench, model, state, tokens, steps, args.seed)
     bench.note(width=args.width, ratios=list(ratios), tokens=tokens, chunk=chunk, variants=model.plan.name, skipped=args.skip, **run.sizes())
     with bench.section("skip"):
         run.skip(args.skip)
     with bench.section("prefill"):
         run.prefill(args.call or 8 * chunk, args.seconds)
-    for part in (run.decode, run.last_steps, run.beyond):
+    for part in (run.agree, run.decode, run.last_steps, run.beyond):
         with bench.section(part.__name__):
             part()
     bench.finish()
@@ -79,6 +82,10 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", choices=("portable", "fast"), help="plan of kernel variants (default: the device's own)")
     parser.add_argument("--profile", action="store_true", help="also what each kernel takes in one chunk and in two steps at that depth")
     parser.add_argument("--seed", metavar="N", type=int, default=0)
+
+
+class _PutBack(Exception):  # noqa: N818 (no error: it undoes a call)
+    pass
 
 
 class Run:
@@ -195,6 +202,38 @@ class Run:
         return took
 
     # ---- decode ----
+
+    def agree(self) -> None:
+        """The next tokens once by prefill and once by decode, from the same state, which is put back both times.
+
+        Decode takes over which experts and entries prefill chose: a near-tie that falls the other way is no error.
+        """
+        ids, found, choices = self.ids[self.at : self.at + AGREE], [], {}
+
+        def take(point: str, value: Tensor) -> None:
+            choices[point] = value.clone()
+
+        def by_prefill() -> Tensor:
+            with self.model.taps.observe([point for point in self.model.taps.points if point.endswith(("ffn.experts", "attn.selected"))], take):
+                return self.model.prefill(ids[None], self.state)[0]
+
+        def by_decode() -> Tensor:
+            rows = []
+            for at in range(len(ids)):
+                given = {point: value[:, at : at + 1] for point, value in choices.items()}
+                rows.append(self.model.decode(ids[at : at + 1], self.state, choices=given))
+            return torch.cat(rows)
+
+        for way in (by_prefill, by_decode):
+            try:
+                with self.state.backup.kept_on_error(range(len(self.model.layers))):
+                    found.append(way().double())
+                    raise _PutBack
+            except _PutBack:
+                pass
+        errors = ((found[0] - found[1]).norm(dim=-1) / found[0].norm(dim=-1)).cpu()
+        print(f"{AGREE} tokens at {self.at:,}, decode against prefill: logits off by {float(errors.median()):.2e} (median), {float(errors.max()):.2e} (worst)", flush=True)
+        self.judge(f"decode against prefill, {AGREE} tokens, median row of logits", lambda: (float(errors.median()), AGREE_LIMIT))
 
     def decode(self) -> None:
         """Eager steps, then captured ones; every step's memory counted, sampled every EVERY steps."""
