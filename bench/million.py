@@ -54,6 +54,10 @@ def main(argv: list[str] | None = None) -> None:
     ratios = tuple(int(ratio) for ratio in args.ratios.split(","))
     config = preset(args.width, ratios, **(SMALL if bench.small else {}))
     began = time.perf_counter()
+    if not bench.small:  # every kernel side by side: one by one, at first use, they take minutes
+        bench.device.prebuild()
+        print(f"kernels built in {time.perf_counter() - began:.1f} s", flush=True)
+        began = time.perf_counter()
     model = synthetic_model(config, bench.device, tokens, chunk, args.variants, seed=args.seed)
     weights = memory.held_bytes(model.weights)
     state = model.new_state(1)
