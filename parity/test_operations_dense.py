@@ -25,7 +25,7 @@ ORDERS = (1, 2, 3)
 EPS = 1e-6
 # 1 = decode, 13 = tail of a tile, 129 = two tiles and one row.
 ROWS = pytest.mark.parametrize("rows", [1, 13, 129], ids=lambda rows: f"{rows} rows")
-VARIANTS = pytest.mark.parametrize("variant", ["naive", "thin", "mma"])
+VARIANTS = pytest.mark.parametrize("variant", ["naive", "thin", "mma", "stream"])
 
 
 @pytest.fixture(autouse=True)
@@ -312,6 +312,31 @@ def test_linear_gives_a_token_the_same_bits_in_any_company(kind, variant, device
     judge(f"linear_{kind}", f"{variant}, one row alone", alone, exact=True, reference=lambda: out.cpu()[rows - 1 :])
 
 
+def shifted(hostile, x: Tensor) -> Tensor:
+    """The same rows at addresses that are no multiple of 16 bytes."""
+    moved: Tensor = hostile.strided(torch.nn.functional.pad(x.cpu(), (1, 0)))[:, 1:]
+    return moved
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+# 1024 is whole steps of two 128-byte parts of four slices, 1088 and 1216 leave chunks; 64 and 40 rows of w, in whole tiles and not.
+@pytest.mark.parametrize(("K", "N"), [(1024, 64), (1088, 40), (1216, 24)])
+def test_linear_stream_has_the_same_bits_for_any_alignment_and_rows_of_a_warp(K, N, kind, device, hostile, judge):
+    rows = 11
+    x = hostile.packed(hostile.bf16((rows, K), seed=24).cpu())
+    linear: Callable[..., None] = ops.linear_fp8 if kind == "fp8" else ops.linear_bf16
+    weights = fp8_weight(hostile, N, K, seed=25) if kind == "fp8" else (hostile.bf16((N, K), seed=25, packed=True),)
+    for slices in (1, 2, 8):
+        results = []
+        for variant, given in (("stream8", x), ("stream16", x), ("stream16", shifted(hostile, x))):
+            results.append(hostile.poisoned((rows, N), BF16))
+            linear(device, given, *weights, results[-1], variant=variant, slices=slices)
+        compute = lambda sums: sums.linear(x.cpu().float(), formats.decode_fp8_weight(*(w.cpu() for w in weights)) if kind == "fp8" else weights[0].cpu().float())  # noqa: E731
+        judge(f"linear_{kind}", f"{K} -> {N} in {slices} slices", results[0], reference=lambda compute=compute: compute(Sums()), twins=rounded_twins(compute))
+        for what, got in zip(("16 rows a warp", "not aligned"), results[1:], strict=True):
+            judge(f"linear_{kind}", f"{K} -> {N} in {slices} slices, {what}", got, exact=True, reference=lambda results=results: results[0])
+
+
 # ---- router ----
 
 
@@ -482,6 +507,26 @@ def test_experts_give_a_token_the_same_bits_in_any_company(variant, device, host
         results.append(gate.cpu().nan_to_num(7.0))
     judge("experts_up", f"{variant}, shuffled rows", results[1], exact=True, reference=lambda: results[0][order])
     judge("experts_up", f"{variant}, one row alone", results[2], exact=True, reference=lambda: results[0][rows - 1 :])
+
+
+@pytest.mark.parametrize("exponents", [(120, 130), (126, 253)], ids=["scales as in weights", "scales beyond 2"])
+@pytest.mark.parametrize(("K", "N"), [(1024, 64), (1152, 40)])
+def test_experts_stream_has_the_same_bits_for_any_alignment_and_rows_of_a_warp(K, N, exponents, device, hostile, judge):
+    rows, E, k = 21, 4, 2
+    experts, x = lopsided_experts(rows, E, k), hostile.packed(hostile.bf16((rows, K), seed=55, scale=2.0 ** (127 - sum(exponents) // 2)).cpu())
+    w1, w3 = fp4_weight(hostile, E, N, K, seed=56, exponents=exponents), fp4_weight(hostile, E, N, K, seed=58, exponents=exponents)
+    real = experts >= 0
+    for slices in (1, 4):
+        results = []
+        for variant, given in (("stream32", x), ("stream16", x), ("stream32", shifted(hostile, x))):
+            gate, up = (hostile.poisoned((rows, k, N), BF16) for _ in range(2))
+            ops.experts_up(device, given, hostile.packed(experts), *w1, *w3, gate, up, variant=variant, slices=slices)
+            results.append(torch.stack((gate.cpu()[real], up.cpu()[real])))
+        for at, w in enumerate((w1, w3)):
+            compute = lambda sums, w=w: expert_linear(x.cpu().float()[:, None].expand(-1, k, -1), w[0].cpu(), w[1].cpu(), experts, sums)[real]  # noqa: E731
+            judge("experts_up", f"{K} -> {N} in {slices} slices", results[0][at], reference=lambda compute=compute: compute(Sums()), twins=rounded_twins(compute))
+        for what, got in zip(("16 rows a warp", "not aligned"), results[1:], strict=True):
+            judge("experts_up", f"{K} -> {N} in {slices} slices, {what}", got, exact=True, reference=lambda results=results: results[0])
 
 
 LIMIT = 10.0

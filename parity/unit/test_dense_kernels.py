@@ -67,13 +67,19 @@ def every_kernel(device: Any) -> dict[str, Tensor]:
     fp8, fp8_scale = codes(2 * N, D // 2), scales(2, 1)
     bf16 = hostile.bf16((N, D), 10, packed=True)
     w1, w3, w2 = ((codes(E, a, b // 2), scales(E, a, b // 32)) for a, b in ((width, D), (width, D), (D, width)))
-    for variant in ops.LINEAR_VARIANTS:
+    for variant in (*ops.LINEAR_VARIANTS, "stream"):
         ops.linear_fp8(device, x, fp8, fp8_scale, out(f"linear_fp8 {variant}", (T, 2 * N)), 2, variant)
         ops.linear_bf16(device, x, bf16, out(f"linear_bf16 {variant}", (T, N), F32), 0.5, True, variant)
         gate, up = out(f"experts_up {variant}", (T, k, width)), out(f"experts_up w3 {variant}", (T, k, width))
         ops.experts_up(device, x, experts, *w1, *w3, gate, up, variant, scratch)
         h = hostile.bf16((T, k, width), 11, packed=True)
         ops.experts_down(device, h, experts, *w2, out(f"experts_down {variant}", (T, k, D)), variant, scratch)
+    wide, codes_wide, scales_wide = hostile.packed(hostile.bf16((9, 640), 14).cpu()), codes(24, 640), scales(1, 5)  # whole chunks, and some left
+    ops.linear_fp8(device, wide, codes_wide, scales_wide, out("linear_fp8 stream, whole", (9, 24)), 1, "stream", slices=2)
+    ops.linear_bf16(device, wide, hostile.bf16((24, 640), 15, packed=True), out("linear_bf16 stream, whole", (9, 24)), variant="stream16", slices=2)
+    w1 = codes(E, 40, 320), scales(E, 40, 20)
+    few = hostile.packed(experts.cpu()[:9].clone())
+    ops.experts_up(device, wide, few, *w1, *w1, *(out(f"experts_up stream, whole {i}", (9, k, 40)) for i in (0, 1)), "stream", slices=2)
     ops.swiglu(device, gate.flatten(0, 1), up.flatten(0, 1), hostile.f32((T * k,), 12), out("swiglu", (T * k, width)), 10.0)
     ops.moe_combine(device, results["experts_down thin"], experts, hostile.bf16((T, D), 13, packed=True), out("routed", (T, D), F32), out("moe_combine", (T, D)))
     hostile.check_guards()
@@ -100,8 +106,8 @@ def test_every_dense_kernel_keeps_its_bits(options):
 def test_only_tiles_depend_on_how_mma_rounds():
     got, want = every_kernel(open_device("cpu", mma_sum="tensor_core")), plain()
     for name, value in want.items():
-        if not name.startswith(("linear", "experts")) or "mma" not in name:
-            if name not in ("swiglu",):  # of the last variant's gate and up, which are tiles
+        if not name.startswith(("linear", "experts")) or not ("mma" in name or "stream" in name):
+            if name not in ("swiglu",):  # of the last variant's gate and up, which are products by mma
                 assert torch.equal(got[name].view(U8), value.view(U8)), name
         else:
             torch.testing.assert_close(got[name], value, rtol=2**-7, atol=1e-3 * float(value.nan_to_num().abs().max()), equal_nan=True)
@@ -114,6 +120,7 @@ def test_every_variant_ran_and_is_recorded():
     for source in ("linear_fp8", "linear_bf16", "experts"):
         assert {(source, f"{source}_{variant}") for variant in ops.LINEAR_VARIANTS} <= ran
     assert ("experts", "experts_plan") in ran
+    assert {("linear_stream", "linear_fp8_stream8"), ("linear_stream", "linear_bf16_stream16"), ("experts_stream", "experts_stream32")} <= ran
 
 
 @pytest.mark.parametrize(("tokens", "variant"), [(1, "thin"), (8, "thin"), (9, "mma")])

@@ -25,6 +25,9 @@ GROUP_NORM_DIM, WARP_NORM_DIM = 256, 2048  # eight lanes a row up to here, a war
 SCORING = {"sqrtsoftplus": 0, "sigmoid": 1, "softmax": 2}  # as in gate.cu
 TILE = 64  # as in linear.cuh
 THIN_BLOCK_ROWS = 32
+STREAM_WARPS, STREAM_TOKENS, STREAM_GRAIN = 8, 8, 256  # as in stream.cuh
+STREAM_FEW_ROWS = 2048  # up to here a warp takes 8 rows of w, so that all multiprocessors have some
+STREAM_WANTED, EXPERTS_STREAM_WANTED = 2048, 512  # warps: 16 on each of 132 multiprocessors; of one expert
 
 
 # ---- positions and embedding ----
@@ -122,6 +125,23 @@ def act_quant(dev: Device, x: Tensor, out: Tensor, block: int = 128, variant: st
 # ---- linears ----
 
 LINEAR_VARIANTS = ("naive", "thin", "mma")
+STREAM_VARIANTS = ("stream", "stream8", "stream16")  # the same bits; stream picks rows of a warp by shape
+EXPERTS_STREAM_VARIANTS = ("stream", "stream16", "stream32")
+
+
+def stream_slices(rows: int, row_bytes: int, wanted: int) -> int:
+    """Parts of a row of w that warps share, by shape alone: until `wanted` warps have work for 16 rows, or a part is 256 bytes."""
+    slices = 1
+    while slices < STREAM_WARPS and _ceil(rows, 16) * slices < wanted and row_bytes >= 2 * slices * STREAM_GRAIN:
+        slices *= 2
+    return slices
+
+
+def _stream(variant: str, rows: int) -> tuple[str, int]:
+    """Kernel's suffix and rows of a warp."""
+    if variant == "stream":
+        variant = "stream8" if rows <= STREAM_FEW_ROWS else "stream16"
+    return variant, int(variant.removeprefix("stream"))
 
 
 def _linear_grid(variant: str, T: int, N: int, last: int) -> tuple[int, int, int]:
@@ -131,40 +151,53 @@ def _linear_grid(variant: str, T: int, N: int, last: int) -> tuple[int, int, int
 
 
 def linear_fp8(
-    dev: Device, x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, groups: int = 1, variant: str | None = None
-) -> None:
+    dev: Device, x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, groups: int = 1, variant: str | None = None,
+    slices: int | None = None,
+) -> None:  # fmt: skip
     """out[t, g*N' + n] = sum_k x[t, g*K' + k] weight[g*N' + n, k] for each group g.
 
     x [T, groups*K'] bf16 (rs); weight [groups*N', K'] e4m3 codes as u8; scale [ceil(groups*N'/128), ceil(K'/128)] e8m0
-    as u8; out [T, groups*N'] bf16. Variants: naive, thin, mma.
+    as u8; out [T, groups*N'] bf16. Variants: naive, thin, mma, stream (stream8, stream16; slices: 1, 2, 4, 8, None: by shape).
     """
     (T, width), (rows, K) = x.shape, weight.shape
     _need(width == groups * K and rows % groups == 0, "linear_fp8", f"x {list(x.shape)} with {groups} groups of weight {list(weight.shape)}")
     _shape("linear_fp8", "scale", scale, _ceil(rows, 128), _ceil(K, 128))
     _shape("linear_fp8", "out", out, T, rows)
     _packed("linear_fp8", weight=weight, scale=scale, out=out)
-    which = _choose("linear_fp8", variant, "thin" if T <= THIN_TOKENS else "mma", LINEAR_VARIANTS)
-    if T:
-        N = rows // groups
+    which = _choose("linear_fp8", variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *STREAM_VARIANTS))
+    N = rows // groups
+    if T and which in STREAM_VARIANTS:
+        kernel, width = _stream(which, rows)
+        slices = slices or stream_slices(rows, K, STREAM_WANTED)
+        grid = (_ceil(T, STREAM_TOKENS), _ceil(N, width * STREAM_WARPS // slices), groups)
+        args = (x, weight, scale, out, T, N, K, x.stride(0), slices)
+        dev.launch("linear_stream", f"linear_fp8_{kernel}", grid, (STREAM_WARPS * 32,), args)
+    elif T:
         grid = _linear_grid(which, T, N, groups)
         dev.launch("linear_fp8", f"linear_fp8_{which}", grid, (128,), (x, weight, scale, out, T, N, K, x.stride(0)))
 
 
 def linear_bf16(
-    dev: Device, x: Tensor, weight: Tensor, out: Tensor, scale: float = 1.0, round_bf16: bool = False, variant: str | None = None
-) -> None:
+    dev: Device, x: Tensor, weight: Tensor, out: Tensor, scale: float = 1.0, round_bf16: bool = False, variant: str | None = None,
+    slices: int | None = None,
+) -> None:  # fmt: skip
     """out = scale * x weight^T; round_bf16: the product is rounded to bf16 before the scale.
 
-    x [T, K] bf16 (rs); weight [N, K] bf16; out [T, N] f32 or bf16. Variants: naive, thin, mma.
+    x [T, K] bf16 (rs); weight [N, K] bf16; out [T, N] f32 or bf16. Variants: naive, thin, mma, stream (as linear_fp8).
     """
     (T, K), N = x.shape, weight.shape[0]
     _shape("linear_bf16", "weight", weight, N, K)
     _shape("linear_bf16", "out", out, T, N)
     _packed("linear_bf16", weight=weight, out=out)
-    which = _choose("linear_bf16", variant, "thin" if T <= THIN_TOKENS else "mma", LINEAR_VARIANTS)
-    if T:
-        outputs = (out, None) if out.element_size() == 4 else (None, out)
-        args = (x, weight, *outputs, T, N, K, x.stride(0), scale, int(round_bf16))
+    which = _choose("linear_bf16", variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *STREAM_VARIANTS))
+    outputs = (out, None) if out.element_size() == 4 else (None, out)
+    args = (x, weight, *outputs, T, N, K, x.stride(0), scale, int(round_bf16))
+    if T and which in STREAM_VARIANTS:
+        kernel, width = _stream(which, N)
+        slices = slices or stream_slices(N, 2 * K, STREAM_WANTED)
+        grid = (_ceil(T, STREAM_TOKENS), _ceil(N, width * STREAM_WARPS // slices))
+        dev.launch("linear_stream", f"linear_bf16_{kernel}", grid, (STREAM_WARPS * 32,), (*args, slices))
+    elif T:
         dev.launch("linear_bf16", f"linear_bf16_{which}", _linear_grid(which, T, N, 1), (128,), args)
 
 
@@ -240,7 +273,7 @@ def experts_scratch(T: int, k: int, E: int) -> int:
 
 def _experts(
     dev: Device, operation: str, x: Tensor, experts: Tensor, k_per_row: int, weights: tuple[tuple[Tensor, Tensor, Tensor], ...],
-    variant: str | None, scratch: Tensor | None,
+    variant: str | None, scratch: Tensor | None, slices: int | None,
 ) -> None:  # fmt: skip
     """Launch one or two FP4 linears of the chosen experts. weights: (w [E, N, K/2], scale [E, N, K/32], out [S, N])."""
     (T, k), K = experts.shape, x.shape[1]
@@ -253,11 +286,17 @@ def _experts(
         _shape(operation, "scale", scale, E, N, K // 32)
         _shape(operation, "out", out, T, k, N)
         _packed(operation, weight=w, scale=scale, out=out)
-    which = _choose(operation, variant, "thin" if T <= THIN_TOKENS else "mma", LINEAR_VARIANTS)
+    which = _choose(operation, variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *EXPERTS_STREAM_VARIANTS))
     if not slots:
         return
     second = weights[1] if len(weights) == 2 else (None, None, None)
     matrices, sizes = (*weights[0], *second), (k_per_row, N, K, x.stride(0))
+    if which in EXPERTS_STREAM_VARIANTS:
+        kernel = "stream32" if which == "stream" else which
+        slices = slices or stream_slices(N, K // 2, EXPERTS_STREAM_WANTED)
+        grid = (_ceil(N, int(kernel.removeprefix("stream")) * STREAM_WARPS // slices), slots, len(weights))
+        dev.launch("experts_stream", f"experts_{kernel}", grid, (STREAM_WARPS * 32,), (x, experts, *matrices, slots, *sizes, slices))
+        return
     if which != "mma":
         grid = _linear_grid(which, slots, N, len(weights))
         dev.launch("experts", f"experts_{which}", grid, (128,), (x, experts, *matrices, *sizes))
@@ -272,30 +311,30 @@ def _experts(
 
 def experts_up(
     dev: Device, x: Tensor, experts: Tensor, w1: Tensor, s1: Tensor, w3: Tensor, s3: Tensor, gate: Tensor, up: Tensor,
-    variant: str | None = None, scratch: Tensor | None = None,
+    variant: str | None = None, scratch: Tensor | None = None, slices: int | None = None,
 ) -> None:  # fmt: skip
     """gate = w1 x, up = w3 x for each chosen expert; FP4 weights stay packed.
 
     x [T, D] bf16 (rs); experts [T, k] i32, -1 = none, untouched; w1, w3 [E, I, D/2] u8; s1, s3 [E, I, D/32] e8m0 as u8;
-    gate, up [T, k, I] bf16; scratch i32, for the mma variant. Variants: naive, thin, mma.
+    gate, up [T, k, I] bf16; scratch i32, for the mma variant. Variants: naive, thin, mma, stream (stream16, stream32; slices).
     """
     _shape("experts_up", "x", x, experts.shape[0], x.shape[1])
-    _experts(dev, "experts_up", x, experts, experts.shape[1], ((w1, s1, gate), (w3, s3, up)), variant, scratch)
+    _experts(dev, "experts_up", x, experts, experts.shape[1], ((w1, s1, gate), (w3, s3, up)), variant, scratch, slices)
 
 
 def experts_down(
     dev: Device, h: Tensor, experts: Tensor, w2: Tensor, s2: Tensor, out: Tensor, variant: str | None = None,
-    scratch: Tensor | None = None,
+    scratch: Tensor | None = None, slices: int | None = None,
 ) -> None:  # fmt: skip
     """out = w2 h for each chosen expert.
 
     h [T, k, I] bf16; experts [T, k] i32, -1 = none, untouched; w2 [E, D, I/2] u8; s2 [E, D, I/32] e8m0 as u8;
-    out [T, k, D] bf16; scratch i32, for the mma variant. Variants: naive, thin, mma.
+    out [T, k, D] bf16; scratch i32, for the mma variant. Variants: naive, thin, mma, stream (as experts_up).
     """
     T, k = experts.shape
     _shape("experts_down", "h", h, T, k, h.shape[2])
     _packed("experts_down", h=h)
-    _experts(dev, "experts_down", h.view(T * k, h.shape[2]), experts, 1, ((w2, s2, out),), variant, scratch)
+    _experts(dev, "experts_down", h.view(T * k, h.shape[2]), experts, 1, ((w2, s2, out),), variant, scratch, slices)
 
 
 def swiglu(dev: Device, gate: Tensor, up: Tensor, weight: Tensor | None, out: Tensor, limit: float) -> None:
