@@ -115,9 +115,14 @@ class Indexer:
         step.emit("attn.indexer.weights", buf.index_weights)
         self.compressor(x, cache, step)
         score = step.call.score(max(1, step.entries))  # [T, E]
-        ops.indexer_score(dev, buf.index_q, buf.index_weights, cache.keys, cache.scales, buf.position, buf.row, score, ratio=4, variant=step.variants.indexer_score)
+        ops.indexer_score(
+            dev, buf.index_q, buf.index_weights, cache.keys, cache.scales, buf.position, buf.row, score, ratio=4,
+            variant=step.variants.indexer_score, scratch=step.call.prepared,
+        )  # fmt: skip
         step.emit("attn.indexer.score", score if step.entries else score[:, :0])
-        ops.topk(dev, score, buf.position, buf.selected, ratio=4, variant=step.variants.topk)
+        ops.topk(
+            dev, score, buf.position, buf.selected, ratio=4, variant=step.variants.topk, counters=step.call.counters, scratch=step.call.lists
+        )  # fmt: skip
         step.emit("attn.selected", buf.selected)
         return buf.selected
 

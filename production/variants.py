@@ -9,10 +9,11 @@ need no Hopper instruction run on the CPU too. Tests: parity/unit/test_variants.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from production.launch import Device
-from reference.config import InputError
+from production.ops.indexer import FAST_DIM, prepared_heads
+from reference.config import InputError, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,11 @@ class Plan:
 
 
 PORTABLE = Plan("portable", decode=Variants(linear="thin", experts="thin"), prefill=Variants(linear="mma", experts="mma"))
-FAST = Plan("fast", decode=Variants(linear="thin", experts="thin"), prefill=Variants(linear="mma", experts="mma"))
+FAST = Plan(
+    "fast",
+    decode=Variants(linear="thin", experts="thin", topk="stream", indexer_score="int8"),
+    prefill=Variants(linear="mma", experts="mma", topk="stream", indexer_score="int8_tiles"),
+)
 PLANS = {plan.name: plan for plan in (PORTABLE, FAST)}
 
 
@@ -52,3 +57,15 @@ def plan_of(name: str | None, device: Device) -> Plan:
     if name not in PLANS:
         raise InputError(f"--variants {name!r}: there are {', '.join(PLANS)}")
     return PLANS[name]
+
+
+def fitted(plan: Plan, config: ModelConfig) -> Plan:
+    """The plan for a model of these shapes: scores of other keys than those of 128 dims, or of too many heads, by `entries`."""
+    if config.index_head_dim == FAST_DIM and prepared_heads(config.index_n_heads) is not None:
+        return plan
+
+    def fit(variants: Variants) -> Variants:
+        integers = variants.indexer_score is not None and variants.indexer_score.startswith("int8")
+        return replace(variants, indexer_score="entries") if integers else variants
+
+    return replace(plan, decode=fit(plan.decode), prefill=fit(plan.prefill))

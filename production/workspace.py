@@ -24,6 +24,7 @@ from reference.config import ModelConfig
 from reference.points import Taps
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
+COUNTERS = 256
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,8 @@ class Call:
     flat     Buffers viewed at T = b * s
     pool     PoolBuffers by "compressor.4", "compressor.128", "indexer.compressor", those the model has
     shared   SharedBuffers viewed at T
+    scratch  of the experts | prepared  of indexer_score | lists  of topk
+    counters of blocks that finish a row together; zero between kernels: the last block of a row resets its counter
     """
 
     def __init__(self, owner: Workspace, s: int) -> None:
@@ -161,8 +164,8 @@ class Call:
         self.flat = Buffers(**{name: tensor[: self.T] for name, tensor in owner.tensors.items()})
         self.shared = SharedBuffers(*(getattr(owner.shared, f.name)[: self.T] for f in fields(SharedBuffers)))
         self.pool = {name: owner.pool_at(name, s) for name in owner.pools}
-        self.scratch = owner.scratch
-        self._score = owner.score
+        self.scratch, self.lists, self.counters = owner.scratch, owner.lists, owner.counters
+        self._score, self.prepared = owner.score, owner.prepared
 
     def score(self, entries: int) -> Tensor:
         """Indexer scores [T, entries] f32."""
@@ -183,8 +186,11 @@ class Workspace:
         self.tensors = {name: make(dtype, T, *shape) for name, (dtype, shape) in buffer_shapes(c, max_context).items()}
         self.shared = SharedBuffers.allocate(T, c.moe_intermediate_size, device)
         self.scratch = make(I32, max(1, ops.experts_scratch(T, c.num_experts_per_tok, c.n_routed_experts)))
+        self.counters = make(I32, COUNTERS)
         kinds = {c.ratio(layer) for layer in layers}
         self.score = make(F32, T * entry_capacity(4, max_context) if 4 in kinds else 0)
+        self.prepared = make(torch.uint8, ops.indexer_scratch(T, c.index_n_heads) if 4 in kinds else 0)
+        self.lists = make(I32, ops.topk_scratch(min(c.index_topk, entry_capacity(4, max_context)), entry_capacity(4, max_context)) if 4 in kinds else 0)
         # name -> (ratio, width d')
         self.pools: dict[str, tuple[int, int]] = {f"compressor.{m}": (m, c.head_dim) for m in (4, 128) if m in kinds}
         if 4 in kinds:
@@ -221,7 +227,7 @@ class Workspace:
 
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        owned = [*self.tensors.values(), self.scratch, self.score]
+        owned = [*self.tensors.values(), self.scratch, self.score, self.prepared, self.lists, self.counters]
         owned += [getattr(self.shared, f.name) for f in fields(SharedBuffers)]
         owned += [getattr(pool, f.name) for pool in self._pool_memory.values() for f in fields(PoolBuffers)]
         return sum(tensor.numel() * tensor.element_size() for tensor in owned)

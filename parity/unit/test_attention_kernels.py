@@ -32,6 +32,7 @@ STORE_KEYS: Check = (checks.test_store_index_keys_packs_the_low_nibble_first, {"
 HADAMARD: Check = (checks.test_hadamard_e2m1_rounds_to_bf16_and_then_to_e2m1, {"di": 64, "variant": "butterfly"})
 TIES: Check = (checks.test_topk_is_the_exact_set, {"kind": "ties", "variant": "radix"})
 ZEROS: Check = (checks.test_topk_is_the_exact_set, {"kind": "zeros of both signs", "variant": "radix"})
+STREAM: Check = (checks.test_topk_of_rows_in_parts, {"threads": 512, "parts": 4, "kind": "clustered"})
 PREFILL: Check = (checks.test_sparse_attn_at_the_edges, {"source": "CSA list", "shape": "17 heads, d=70", "way": "one kernel"})
 DECODE: Check = (checks.test_sparse_attn_at_the_edges, {"source": "HCA all", "shape": "tiny", "way": "2 splits"})
 WIDE: Check = (checks.test_sparse_attn_at_the_edges, {"source": "window only", "shape": "published width", "way": "one kernel"})
@@ -53,6 +54,7 @@ CLEAN: dict[str, Check] = {
     "compressor steps": STEPS,
     **{f"indexer {v}": (checks.test_indexer_score_looks_at_complete_entries_only, {**INDEXER, "variant": v}) for v in ("naive", "entries", "mma")},
     "topk": TIES,
+    "topk in parts": STREAM,
     "topk naive": (checks.test_topk_is_the_exact_set, {"kind": "random", "variant": "naive"}),
     "attention, one kernel": PREFILL,
     "attention, splits": HOLES,
@@ -96,6 +98,8 @@ MUTATIONS: dict[str, tuple[str, str, str, Check]] = {
     "previous group not kept": ("compressor.cu", "(complete_groups(end, ratio) - overlap) * ratio", "complete_groups(end, ratio) * ratio", ONE_SHOT),
     "halves swapped": ("compressor.cu", "overlap && t >= own ? width + channel : channel;", "overlap && t < own ? width + channel : channel;", ONE_SHOT),
     "one tie too many": ("topk.cu", "ties++ < rest", "ties++ <= rest", TIES),
+    "one tie too few of a part": ("topk.cu", "(same[j] >> lane & 1u) && ties < cut.ties", "(same[j] >> lane & 1u) && ties + 1 < cut.ties", STREAM),
+    "a list one entry short": ("topk.cu", "if (tid == 0) list[0] = count,", "if (tid == 0) list[0] = count - 1,", STREAM),
     "-0 below +0": ("topk.cu", "__float_as_uint(score + 0.f)", "__float_as_uint(score)", ZEROS),
     "comb not transposed": ("hyper_connection.cu", "sum[k] = fmaf(mixing[i * n + j]", "sum[k] = fmaf(mixing[j * n + i]", HC_POST),
     "one Sinkhorn iteration less": ("hyper_connection.cu", "iteration < iters;", "iteration < iters - 1;", HC_PRE),

@@ -1,5 +1,5 @@
 """Typed wrappers of the kernels. `dense` and `hyper_connection` work on one token at a time; `storage` writes the KV cache,
-`indexer` and `sparse_attn` read it.
+`indexer`, `topk` and `sparse_attn` read it.
 
     from production import ops
     ops.rms_norm(device, x, weight, out, eps=1e-6)
@@ -26,10 +26,11 @@ from production.ops.dense import (
     token_positions,
 )
 from production.ops.hyper_connection import hc_head, hc_post, hc_pre
-from production.ops.indexer import hadamard_e2m1, indexer_score, topk
+from production.ops.indexer import hadamard_e2m1, indexer_score
 from production.ops.layout import entry_bytes
 from production.ops.sparse_attn import sparse_attn, splits_for
 from production.ops.storage import compressor_prefill, compressor_step, store_entries, store_index_keys, store_window
+from production.ops.topk import topk, topk_scratch
 
 __all__ = [
     "act_quant",
@@ -62,4 +63,5 @@ __all__ = [
     "swiglu",
     "token_positions",
     "topk",
+    "topk_scratch",
 ]

@@ -1,4 +1,4 @@
-"""Typed wrappers of the indexer's kernels: Hadamard and e2m1 of queries, scores of all keys, the best of them.
+"""Typed wrappers of the indexer's kernels: Hadamard and e2m1 of queries, scores of all keys. The best of them: production/ops/topk.py.
 
     indexer_score(device, q, weights, keys, scales, position, row, score, ratio=4)
 
@@ -63,22 +63,3 @@ def indexer_score(
     if T and E:
         args: tuple[Argument, ...] = (q, weights, keys, scales, position, row, score, hi, di, E, capacity, ratio, *strides)
         dev.launch("indexer", f"indexer_score_{which}", (T, _ceil(E, entries)), (block,), args, shared)
-
-
-def topk(dev: Device, score: Tensor, position: Tensor, selected: Tensor, ratio: int, variant: str | None = None) -> None:
-    """selected[t] = the k best of the (position + 1) // ratio visible entries, ascending, then -1; ties: lower entry first.
-
-    score [T, E] f32 (rs); selected [T, k] i32 (rs). Variants: naive, radix (the same result).
-    """
-    T, E = score.shape
-    k = selected.shape[1]
-    _tokens("topk", T, position)
-    _shape("topk", "selected", selected, T, k)
-    which = _choose("topk", variant, "radix", ("naive", "radix"))
-    strides = (*_rows("topk", "score", score), *_rows("topk", "selected", selected))
-    if not T or not k:
-        return
-    if which == "naive":
-        dev.launch("topk", "topk_naive", (_ceil(T, 32),), (32,), (score, position, selected, T, E, k, ratio, *strides))
-    else:
-        dev.launch("topk", "topk_radix", (T,), (256,), (score, position, selected, E, k, ratio, *strides))
