@@ -31,7 +31,7 @@ from production.door import Choices, checked_choices, checked_tokens
 from production.graph import DECODING, EAGER, REPLAY, DecodeGraph
 from production.launch import Device, open_device
 from production.moe import MoE
-from production.variants import Plan, plan_of
+from production.variants import Plan, fitted, plan_of
 from production.weights import HyperWeights, LayerWeights, LoadAudit, ModelWeights, load_weights
 from production.workspace import Call, Step, Workspace
 from reference.checkpoint import Checkpoint
@@ -174,7 +174,7 @@ class Transformer:
         decoding: str = EAGER,
     ) -> None:
         self.config, self.weights, self.audit, self.device = config, weights, audit, device
-        self.max_context, self.prefill_chunk, self.plan, self.decoding = max_context, prefill_chunk, plan, decoding
+        self.max_context, self.prefill_chunk, self.plan, self.decoding = max_context, prefill_chunk, fitted(plan, config), decoding
         self.layers = tuple(range(len(weights.layers)))
         self.taps = Taps(points_of_model(config, self.layers))
         self.blocks = [Block(device, config, layer, weights.layers[layer]) for layer in self.layers]

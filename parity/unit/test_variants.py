@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from production.variants import FAST, PLANS, PORTABLE, plan_of
+from production.variants import FAST, PLANS, PORTABLE, fitted, plan_of
 from reference.config import InputError
 
 
@@ -28,3 +28,11 @@ def test_a_named_plan_is_taken_on_any_device(name):
 def test_an_unknown_plan_is_bad_input():
     with pytest.raises(InputError, match="portable, fast"):
         plan_of("quick", on("sm_90a"))
+
+
+@pytest.mark.parametrize(("heads", "width", "takes"), [(64, 128, True), (8, 128, True), (65, 128, False), (64, 64, False), (64, 256, False)])
+def test_index_scores_by_integers_are_for_keys_of_128_and_64_heads_at_most(heads, width, takes):
+    config: Any = SimpleNamespace(index_n_heads=heads, index_head_dim=width)
+    plan = fitted(FAST, config)
+    assert (plan.decode.indexer_score, plan.prefill.indexer_score) == (("int8", "int8_tiles") if takes else ("entries", "entries"))
+    assert fitted(PORTABLE, config) == PORTABLE

@@ -26,9 +26,9 @@ from production.ops.dense import (
     token_positions,
 )
 from production.ops.hyper_connection import hc_head, hc_post, hc_pre
-from production.ops.indexer import hadamard_e2m1, indexer_score
+from production.ops.indexer import hadamard_e2m1, indexer_score, indexer_scratch
 from production.ops.layout import entry_bytes
-from production.ops.sparse_attn import sparse_attn, splits_for
+from production.ops.sparse_attn import merge_counters, sparse_attn, splits_for
 from production.ops.storage import compressor_prefill, compressor_step, store_entries, store_index_keys, store_window
 from production.ops.topk import topk, topk_scratch
 
@@ -50,8 +50,10 @@ __all__ = [
     "hc_post",
     "hc_pre",
     "indexer_score",
+    "indexer_scratch",
     "linear_bf16",
     "linear_fp8",
+    "merge_counters",
     "moe_combine",
     "rms_norm",
     "rope",

@@ -1,0 +1,211 @@
+// indexer.cuh    queries and keys of the indexer as signed bytes: products on the integer tensor cores, sums exact
+//
+// A block of 32 e2m1 codes is integers 2 * code in -12..12 times a power of two. Where the four blocks of a key lie within three
+// binades, they are shifted to one common scale (at most 12 << 3 = 96), and so are the four blocks of a query's head: the dot
+// product of the 128 is then one exact s32 sum below 2^21. Anything else, also a NaN scale or a scale near the ends of e8m0's range,
+// goes the wide way: a product per block of 32, scaled and added in fp64. Both give the same bits where both are exact.
+//
+// Order of the 128 dims within the mma's K, the same for both operands: lane t = lane % 4 holds block t of its row; step j of four
+// takes dims 32 t + 8 j + 0..3 at k = 4 t.. and 32 t + 8 j + 4..7 at k = 16 + 4 t.. So a lane's operands of all steps are 16 bytes
+// of e2m1 codes, or 32 bytes of a query.
+#pragma once
+#include "common.cuh"
+
+constexpr int INDEX_DIM = 128, KEY_BYTES = INDEX_DIM / 2, KEY_BLOCKS = INDEX_DIM / 32;
+
+// Number of entries that the query at p may see.
+__device__ __forceinline__ int visible_entries(int p, int ratio) { return (p + 1) / ratio; }
+
+// ---- keys ----
+
+// Magnitudes of the codes 0..7, doubled, as bytes of two words.
+__constant__ unsigned TWICE_FP4[2] = {0x03020100u, 0x0c080604u}, ALL_ONES = 0xffffffffu;
+
+// Byte b of `shift`: how far block b of the key is shifted left, 0..3. fits: all four can be. top: the largest of the four scale bytes.
+struct KeyScale {
+  unsigned shift;
+  int top;
+  bool fits;
+};
+
+__device__ __forceinline__ KeyScale key_scale(unsigned scales) {
+  const int top = (int)max(max(scales & 255u, scales >> 8 & 255u), max(scales >> 16 & 255u, scales >> 24));
+  const unsigned shift = scales + (unsigned)(3 - top) * 0x01010101u;  // bytes of 0..3, or some byte is larger
+  return {shift, top, (shift & 0xfcfcfcfcu) == 0u && (unsigned)(top - 30) <= 170u};
+}
+
+// 2^-22 of an integer sum times 2^(fp32 factor): the product of two doubled codes counts 1/4, a shift of 3 another 1/8.
+__device__ __forceinline__ float key_factor(int top) { return __uint_as_float((unsigned)(top + 18) << 23); }
+
+// Eight codes as signed bytes, the first four in `low`; the magnitudes of the eight codes in two words. No branch, a look-up a sign:
+// where bit 3 of a nibble is set, select_bytes gives copies of a magnitude's top bit, 0. So of positive and negative one is 0.
+__device__ __forceinline__ unsigned signed_bytes(unsigned positive, unsigned negative) {
+  return (positive | (negative * ALL_ONES + 0x80808080u)) ^ 0x80808080u;  // a product, for the pipe with less to do
+}
+__device__ __forceinline__ void decode_codes(unsigned codes, unsigned magnitude_0, unsigned magnitude_1, unsigned &low, unsigned &high) {
+  const unsigned flipped = codes ^ 0x88888888u;
+  low = signed_bytes(select_bytes(magnitude_0, magnitude_1, codes), select_bytes(magnitude_0, magnitude_1, flipped));
+  high = signed_bytes(select_bytes(magnitude_0, magnitude_1, codes >> 16), select_bytes(magnitude_0, magnitude_1, flipped >> 16));
+}
+
+// A operands of sixteen keys from this lane's block of keys g (upper) and g + 8 (lower); shifts of the two blocks.
+__device__ __forceinline__ void decode_keys(unsigned (&a)[4][4], const uint4 &upper, const uint4 &lower, unsigned upper_shift, unsigned lower_shift) {
+  const unsigned up_0 = TWICE_FP4[0] << upper_shift, up_1 = TWICE_FP4[1] << upper_shift;
+  const unsigned low_0 = TWICE_FP4[0] << lower_shift, low_1 = TWICE_FP4[1] << lower_shift;
+  decode_codes(upper.x, up_0, up_1, a[0][0], a[0][2]);
+  decode_codes(lower.x, low_0, low_1, a[0][1], a[0][3]);
+  decode_codes(upper.y, up_0, up_1, a[1][0], a[1][2]);
+  decode_codes(lower.y, low_0, low_1, a[1][1], a[1][3]);
+  decode_codes(upper.z, up_0, up_1, a[2][0], a[2][2]);
+  decode_codes(lower.z, low_0, low_1, a[2][1], a[2][3]);
+  decode_codes(upper.w, up_0, up_1, a[3][0], a[3][2]);
+  decode_codes(lower.w, low_0, low_1, a[3][1], a[3][3]);
+}
+
+// ---- queries ----
+
+// A prepared query of HEADS heads (a multiple of 8), as bytes at multiples of 16:
+//   integers  [HEADS][128] s8; the two halves of a block of 32 change places in odd heads, against bank conflicts
+//   fast      [HEADS] fp32, weight times scale of the head | flag [4] i32: the first is 1 where every key must go the wide way
+//   weights   [HEADS] fp32 | scales [HEADS][4] fp32: value = integer * scale of the block, NaN where it is no such value
+template <int HEADS> struct Query {
+  static constexpr int FAST = HEADS * INDEX_DIM, FLAG = FAST + 4 * HEADS, WEIGHTS = FLAG + 16, SCALES = WEIGHTS + 4 * HEADS,
+                       BYTES = SCALES + 4 * KEY_BLOCKS * HEADS, COMMON = WEIGHTS;  // COMMON: what the fast way reads
+};
+
+// Where the 16 bytes of half `half` of block `block` of a head begin.
+__device__ __forceinline__ int query_offset(int head, int block, int half) { return head * INDEX_DIM + block * 32 + 16 * (half ^ (head & 1)); }
+
+// The whole block writes a prepared query but for its flag, which it returns, the same for all. bf16 q [hi][128], 16-byte aligned.
+template <int HEADS, int THREADS>
+__device__ __forceinline__ bool prepare_query(unsigned char *prepared, const __nv_bfloat16 *q, const float *weights, int hi) {
+  static_assert(HEADS % 8 == 0 && THREADS % WARP == 0, "whole warps");
+  bool any_wide = false;
+  for (int unit = threadIdx.x; unit < HEADS * 16; unit += THREADS) {  // eight dims; sixteen lanes hold a head, four a block
+    const int head = unit / 16, block = unit % 16 / 4, eighth = unit % 4;
+    uint4 packed = make_uint4(0u, 0u, 0u, 0u);
+    if (head < hi) packed = *reinterpret_cast<const uint4 *>(q + head * INDEX_DIM + block * 32 + eighth * 8);
+    const unsigned words[4] = {packed.x, packed.y, packed.z, packed.w};
+    unsigned largest = 0u;
+#pragma unroll
+    for (int i = 0; i < 4; i++) largest = max(largest, max(words[i] << 16 & 0x7fff0000u, words[i] & 0x7fff0000u));
+    largest = max(largest, __shfl_xor_sync(FULL_MASK, largest, 1));
+    largest = max(largest, __shfl_xor_sync(FULL_MASK, largest, 2));
+    // Scale byte of the block, 0 for a block of zeros, 255 with an infinity or NaN
+    const int own = largest == 0u ? 0 : largest < 0x7f800000u ? (int)e2m1_scale(fmaxf(__uint_as_float(largest), E2M1_AMAX_FLOOR)) : 255;
+    int top = max(own, __shfl_xor_sync(FULL_MASK, own, 4));
+    top = max(top, __shfl_xor_sync(FULL_MASK, top, 8));
+    const bool apart = top != 0 && (own == 255 || top < 67 || top > 187 || (own != 0 && own < top - 3));
+    const bool wide = (__ballot_sync(FULL_MASK, apart) >> (threadIdx.x & 16) & 0xffffu) != 0u;
+    const int scale = own == 255 || top == 0 || (wide && own == 0) ? 127 : wide ? own : top - 3;  // 2^(scale - 128) a unit
+    const float inverse = __uint_as_float((unsigned)(255 - scale) << 23);
+    bool exact = own != 255;
+    unsigned bytes[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      unsigned whole[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const unsigned word = words[2 * i + k / 2];
+        const float v = (k % 2 ? bf16_high(word) : bf16_low(word)) * inverse, shifted = v + 12582912.f;  // 1.5 * 2^23
+        exact = exact && shifted - 12582912.f == v;
+        whole[k] = __float_as_uint(shifted);
+      }
+      bytes[i] = select_bytes(select_bytes(whole[0], whole[1], 0x0040u), select_bytes(whole[2], whole[3], 0x0040u), 0x5410u);
+    }
+    *reinterpret_cast<uint2 *>(prepared + query_offset(head, block, eighth / 2) + 8 * (eighth % 2)) = make_uint2(bytes[0], bytes[1]);
+    const unsigned inexact = __ballot_sync(FULL_MASK, !exact) >> (threadIdx.x & 16) & 0xffffu;
+    any_wide = any_wide || wide || inexact != 0u;
+    if (eighth == 0) {
+      const float size = (inexact >> 4 * block & 15u) != 0u ? e8m0_decode(255u) : e8m0_decode((unsigned)(scale - 1));
+      reinterpret_cast<float *>(prepared + Query<HEADS>::SCALES)[head * KEY_BLOCKS + block] = size;
+      if (block == 0) {
+        const float weight = head < hi ? weights[head] : 0.f;
+        reinterpret_cast<float *>(prepared + Query<HEADS>::WEIGHTS)[head] = weight;
+        reinterpret_cast<float *>(prepared + Query<HEADS>::FAST)[head] = weight * size;  // one size for all blocks, unless wide
+      }
+    }
+  }
+  return __syncthreads_or(any_wide) != 0;
+}
+
+// B operands of eight heads for all four steps: b[2 j], b[2 j + 1] of step j.
+__device__ __forceinline__ void load_heads(unsigned (&b)[8], const unsigned char *prepared, int head_tile) {
+  const int lane = threadIdx.x % WARP, head = head_tile * 8 + lane / 4, block = lane % 4;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const uint4 v = *reinterpret_cast<const uint4 *>(prepared + query_offset(head, block, half));
+    b[4 * half] = v.x;
+    b[4 * half + 1] = v.y;
+    b[4 * half + 2] = v.z;
+    b[4 * half + 3] = v.w;
+  }
+}
+
+// ---- scores ----
+
+// relu of an exact sum, times 2^-22. The bits of a sum >= 0, below 2^22, are the denormal sum * 2^-149; those of a sum < 0 are a NaN,
+// which .sat makes 0. One instruction, exact.
+__device__ __forceinline__ float relu_of_sum(int sum) { return __saturatef(__int_as_float(sum) * 1.7014118346046923e38f); }
+
+// Adds eight heads: sums of keys g and g + 8 over this lane's two heads 2 t and 2 t + 1, in ascending order.
+__device__ __forceinline__ void add_heads(float (&sum)[2], const int (&d)[4], float2 weights) {
+  sum[0] = fmaf(weights.x, relu_of_sum(d[0]), sum[0]);
+  sum[1] = fmaf(weights.x, relu_of_sum(d[2]), sum[1]);
+  sum[0] = fmaf(weights.y, relu_of_sum(d[1]), sum[0]);
+  sum[1] = fmaf(weights.y, relu_of_sum(d[3]), sum[1]);
+}
+
+// s[i] of four lanes summed, (t + (t ^ 2)) first; lane t receives the sums with i % 4 == t.
+template <int N> __device__ __forceinline__ void quad_sums(float (&out)[N / 4], const float (&s)[N]) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < N / 4; n++) {
+    float pair[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float low = s[4 * n + i], high = s[4 * n + 2 + i];
+      pair[i] = (t & 2 ? high : low) + __shfl_xor_sync(FULL_MASK, t & 2 ? low : high, 2);
+    }
+    out[n] = (t & 1 ? pair[1] : pair[0]) + __shfl_xor_sync(FULL_MASK, t & 1 ? pair[0] : pair[1], 1);
+  }
+}
+
+// The wide way for sixteen keys: shares of this lane in the scores of keys g and g + 8, to be added over the four lanes.
+// upper, lower: this lane's block of the two keys, and all four scale bytes of either.
+template <int HEADS>
+__device__ __forceinline__ void wide_scores(float (&sum)[2], const uint4 &upper, const uint4 &lower, unsigned upper_scales, unsigned lower_scales,
+                                            const unsigned char *prepared) {
+  const float *weights = reinterpret_cast<const float *>(prepared + Query<HEADS>::WEIGHTS);
+  const float *scales = reinterpret_cast<const float *>(prepared + Query<HEADS>::SCALES);
+  const int t = threadIdx.x % 4;
+  unsigned a[4][4];
+  decode_keys(a, upper, lower, 0u, 0u);
+  sum[0] = sum[1] = 0.f;
+#pragma unroll 1
+  for (int n = 0; n < HEADS / 8; n++) {
+    unsigned b[8];
+    load_heads(b, prepared, n);
+    double total[4] = {};
+#pragma unroll 1
+    for (int block = 0; block < KEY_BLOCKS; block++) {
+      int d[4] = {};
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const bool own = t == block;  // zeros in the other blocks
+        const unsigned a_step[4] = {own ? a[j][0] : 0u, own ? a[j][1] : 0u, own ? a[j][2] : 0u, own ? a[j][3] : 0u};
+        const unsigned b_step[2] = {b[2 * j], b[2 * j + 1]};
+        mma_m16n8k32_s8(d, a_step, b_step);
+      }
+      const double key[2] = {0.5 * (double)e8m0_decode(upper_scales >> 8 * block & 255u), 0.5 * (double)e8m0_decode(lower_scales >> 8 * block & 255u)};
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        total[i] += (double)d[i] * (key[i / 2] * (double)scales[(n * 8 + 2 * t + i % 2) * KEY_BLOCKS + block]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float dot = (float)total[i % 2 * 2 + i / 2];  // head by head, as add_heads
+      sum[i % 2] = fmaf(weights[n * 8 + 2 * t + i / 2], dot < 0.f ? 0.f : dot, sum[i % 2]);
+    }
+  }
+}
