@@ -173,20 +173,24 @@ Twins = Sequence[Callable[[], Tensor]]
 
 @pytest.fixture
 def judge(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """judge(operation, case, actual, reference=..., twins=[...], row_dims=1, exact=False)
+    """judge(operation, case, actual, reference=..., twins=[...], row_dims=1, exact=False, on_device=False)
 
     operation   row of gates.OPERATIONS; case  what is special about the input, for people
     actual      what production's kernel wrote: call it before the reference, so that no recycled answer can agree
     reference   () -> the same in FP32 or FP64; twins  [() -> own precision, sums reordered]: their worst row is the floor
     exact       bit equality instead: roundings, copies, choices
+    on_device   compare where the values are: large ones
     """
     run = request.config.stash.get(RUN, None)
 
     def judged(
-        operation: str, case: str, actual: Tensor, *, reference: Callable[[], Tensor], twins: Twins = (), row_dims: int = 1, exact: bool = False,
+        operation: str, case: str, actual: Tensor, *, reference: Callable[[], Tensor], twins: Twins = (), row_dims: int = 1, exact: bool = False, on_device: bool = False,
     ) -> None:  # fmt: skip
+        def there(value: Tensor) -> Tensor:
+            return value.detach() if on_device else value.detach().cpu()
+
         row = OPERATIONS[operation]
-        got, want = actual.detach().cpu(), reference().detach().cpu()
+        got, want = there(actual), there(reference())
         point = f"{operation}[{case}]"
         base = Verdict(f"operation.{operation}", point, "operation", State.NOT_RUN, "worst row rel-L2", component=row.component, local=True, test_id=request.node.nodeid)
         if exact:
@@ -195,9 +199,9 @@ def judge(request: pytest.FixtureRequest) -> Callable[..., None]:
             # One row axis is enough here: everything before the row is [1, rows].
             got2, want2 = (t.double().reshape(1, -1, *t.shape[t.dim() - row_dims :]) for t in (got, want))
             floor = Floor()
-            valid = torch.ones(got2.shape[:2], dtype=torch.bool)
+            valid = torch.ones(got2.shape[:2], dtype=torch.bool, device=got2.device)
             for twin in twins:
-                floor.add(twin().detach().cpu().double().reshape(want2.shape), want2, VALUES, row_dims, valid)
+                floor.add(there(twin()).double().reshape(want2.shape), want2, VALUES, row_dims, valid)
             spec = PointSpec(operation, "", VALUES, row_dims, row.component, "")
             verdict = judge_values(base, spec, row.gate, "isolated", got2, want2, valid, floor)
         if run is not None:

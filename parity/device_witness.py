@@ -296,7 +296,7 @@ def _compared(audit: Audit, spec: PointSpec, points: Sequence[str], phase: str, 
             error = rows
         if not len(error):
             continue
-        if float(error.max()) >= worst:
+        if float(error.max()) > worst:
             worst, layer = float(error.max()), layer_of(point)
         typical, equal, total = max(typical, float(error.median())), equal + (1.0 - share) * count, total + count
     return {"worst_row": worst, "in_layer": layer, "typical_row": typical, "equal_bits": equal / total if total else math.nan, "tokens": total}

@@ -20,8 +20,10 @@ import reference
 from parity import attribution, device_witness, gates
 from parity.audit import TWIN_ORDERS, Audit, Plan
 from parity.device_witness import STEPS, Beside
+from parity.session import GPU_FILES
+from parity.unit.test_session import Shell
 from parity.unit.worlds import prompt, write_checkpoint
-from probes.core.records import State, Verdict
+from probes.core.records import State, Verdict, read_run
 from production.model import POLICY
 from reference.points import INDICES, LAYER_POINTS, places_of_model
 
@@ -61,7 +63,7 @@ def kernels(tmp_path_factory):
     """make(edits) -> a copy of kernels/ with these texts replaced, each of which stands there at least once."""
 
     def make(*edits: tuple[str, str, str]) -> Path:
-        copy = tmp_path_factory.mktemp("kernels") / "kernels"
+        copy: Path = tmp_path_factory.mktemp("kernels") / "kernels"
         shutil.copytree(ROOT / "kernels", copy)
         for file, find, put in edits:
             path = copy / file
@@ -310,3 +312,31 @@ def test_launches_of_a_model_without_a_device_are_none():
     from parity.audit import launches_of
 
     assert launches_of(object()) == Counter()
+
+
+# ---- the command line ----
+
+SMALL = ("--layers", "0", "--steps", "2", "--prompt", "medium.txt:0:20")
+
+
+def test_the_command_line_judges_the_witness_where_it_is_asked_for(tmp_path):
+    shell = Shell(tmp_path)
+    code, out, err = shell("parity/test_device.py", "-p", "parity.unit.witness_on_cpu", *SMALL)
+    assert code == 0, out + err
+    _, found, _ = shell.records()
+    assert {(v.mode, v.state) for v in found} == {("device", State.PASS)}
+    assert {(v.phase, v.step_first, v.step_last) for v in found} == {("prefill", None, None), ("decode", 0, 0), ("decode", 1, 1)}
+    names = [getattr(record, "name", "") for record in read_run(shell.report / "run.jsonl")]
+    assert names.count("device.kernels") == 2
+
+
+def test_on_the_cpu_nothing_of_a_gpu_is_asked_for(tmp_path):
+    shell = Shell(tmp_path)
+    _, out, err = shell("parity/", "--collect-only", "-q")
+    assert "test_layers.py" in out, out + err
+    assert not [file for file in GPU_FILES if file in out]
+    code, out, _ = shell("parity/test_device.py", *SMALL)
+    assert code == 1
+    assert "production runs on the CPU device itself" in out
+    _, found, summary = shell.records()
+    assert ([v.state for v in found], summary.verdict) == ([State.NOT_RUN], "incomplete")
