@@ -74,7 +74,14 @@ __device__ __forceinline__ void load_8(float (&out)[8], const __nv_bfloat16 *p) 
 }
 
 __device__ __forceinline__ unsigned pack_bf16(float low, float high) {
-  return (unsigned)__bfloat16_as_ushort(to_bf16(low)) | (unsigned)__bfloat16_as_ushort(to_bf16(high)) << 16;
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const unsigned *>(&pair);
+}
+
+// Two bf16 products, each rounded once; denormals are kept.
+__device__ __forceinline__ unsigned mul_bf16x2(unsigned a, unsigned b) {
+  const __nv_bfloat162 product = __hmul2(*reinterpret_cast<const __nv_bfloat162 *>(&a), *reinterpret_cast<const __nv_bfloat162 *>(&b));
+  return *reinterpret_cast<const unsigned *>(&product);
 }
 
 __device__ __forceinline__ void store_8(__nv_bfloat16 *p, const float (&v)[8]) {

@@ -20,14 +20,25 @@ struct Key {
   int column, shown;           // where and what to write to visible
 };
 
-__device__ __forceinline__ Key find_key(const Keys &keys, int i) {
+// Number of the entry that the list names at place i >= in_window, or that stands there without a list; -1 = none.
+__device__ __forceinline__ int entry_at(const Keys &keys, int i) {
+  const int listed = i - keys.in_window, e = keys.selected ? keys.selected[listed] : listed;
+  return e;
+}
+
+// Key i of the token; e is entry_at(keys, i) beyond the window.
+__device__ __forceinline__ Key find_key(const Keys &keys, int i, int e) {
   if (i < keys.in_window) {
     const int slot = (keys.oldest + i) % keys.slots;
     return {keys.ring + slot * keys.slot_stride, i, keys.ring_position[slot]};
   }
-  const int listed = i - keys.in_window, e = keys.selected ? keys.selected[listed] : listed;
+  const int listed = i - keys.in_window;
   const bool seen = e >= 0 && e < keys.seen_entries;
   return {seen ? keys.entries + e * keys.entry_stride : nullptr, keys.window + listed, seen ? e : -1};
+}
+
+__device__ __forceinline__ Key find_key(const Keys &keys, int i) {
+  return find_key(keys, i, i < keys.in_window ? -1 : entry_at(keys, i));
 }
 
 // exp(a - b) for b >= a, also where both are infinite; NaN stays NaN.

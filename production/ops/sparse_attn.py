@@ -19,6 +19,7 @@ from production.ops.arguments import choose as _choose
 from production.ops.arguments import need as _need
 from production.ops.arguments import packed as _packed
 from production.ops.arguments import shape as _shape
+from production.ops.layout import entry_bytes as _entry_bytes
 from production.ops.layout import entry_strides as _entry_strides
 from production.ops.layout import rotary_dims as _rotary_dims
 from production.ops.layout import rows as _rows
@@ -27,16 +28,48 @@ from production.ops.layout import tokens as _tokens
 SPLIT_KEYS, MAX_SPLITS = 64, 64  # keys of the smallest split; beyond 64 splits each takes more keys
 TILE_KEYS, HEADS_PER_BLOCK, MMA_HEADS = 32, 8, 16  # sparse_attn.cu: keys decoded at a time, heads that share them
 
+# sparse_attn_decode.cu: parts of p by variant, heads that a block can have by head_dim, keys of a tile
+FLASH = {"flash": 2, "flash_p_bf16": 1}
+FLASH_HEADS = {512: (64, 32, 16), 128: (16,)}
+FLASH_ROTARY, FLASH_TILE = 64, 64
+FLASH_SPLIT_KEYS, FLASH_MAX_SPLITS = 128, 16  # what a block reads and writes besides its keys is worth two tiles
+FLASH_TILE_US, FLASH_BLOCK_US, SMS = {64: 3.6, 32: 2.0, 16: 1.3}, 2.5, 132  # on an H200, to choose a block's heads; moves no bit
 
-def splits_for(max_keys: int) -> int:
-    """Splits of a decode step that sees at most max_keys keys: 1 up to 64 keys, then one per 64, at most 64."""
+
+def splits_for(max_keys: int, variant: str | None = None) -> int:
+    """Splits of a decode step that sees at most max_keys keys: 1 up to 64 keys, then one per 64, at most 64; flash: per 128, at most 16."""
+    if variant in FLASH:
+        return max(1, min(FLASH_MAX_SPLITS, _ceil(max_keys, FLASH_SPLIT_KEYS)))
     return max(1, min(MAX_SPLITS, _ceil(max_keys, SPLIT_KEYS)))
+
+
+def merge_counters(T: int, h: int) -> int:
+    """Elements of `done` for T tokens of h heads."""
+    return T * _ceil(h, min(FLASH_HEADS[512]))
+
+
+def flash_heads(d: int, T: int, h: int, splits: int, max_keys: int) -> int:
+    """Heads of a block, the choice that should end first: fewer heads fill the card, more heads decode a key less often."""
+    tiles = max(1, _ceil(_ceil(max_keys, splits), FLASH_TILE))
+
+    def us(heads: int) -> float:
+        return _ceil(T * splits * _ceil(h, heads), SMS) * (FLASH_BLOCK_US + tiles * FLASH_TILE_US[heads])
+
+    return min(FLASH_HEADS[d], key=us)
+
+
+def flash_shared(d: int, heads: int, parts: int) -> int:
+    """Bytes of shared memory of a block: Shape::SHARED of sparse_attn_flash.cuh."""
+    row, columns = 2 * (d + 8), FLASH_TILE + 8
+    values = (heads + FLASH_TILE) * row + parts * heads * columns * 2 + 2 * heads * columns * 4
+    return values + FLASH_TILE * (_entry_bytes(d, FLASH_ROTARY) + 8) + 8 * heads + 32
 
 
 def sparse_attn(
     dev: Device, q: Tensor, ring: Tensor, ring_position: Tensor, entries: Tensor | None, selected: Tensor | None, position: Tensor,
     row: Tensor, sink: Tensor, out: Tensor, window: int, ratio: int, splits: int = 1, part_o: Tensor | None = None,
-    part_ml: Tensor | None = None, visible: Tensor | None = None, variant: str | None = None,
+    part_ml: Tensor | None = None, visible: Tensor | None = None, variant: str | None = None, done: Tensor | None = None,
+    heads_per_block: int | None = None,
 ) -> None:  # fmt: skip
     """out = softmax(d^-0.5 q k) v over window and compressed keys, k = v, with exp(sink) in the denominator only.
 
@@ -44,7 +77,9 @@ def sparse_attn(
     selected [T, K] i32 (rs) or None: every entry e < (position + 1) // ratio; sink [h] f32.
     splits = 1: one kernel. More: part_o [T, splits, h, d], part_ml [T, splits, h, 2] f32 are scratch, at least 64 keys a split.
     visible [T, window + K] i32 (rs; K = capacity without a list): ring_position of the slots read, oldest first, then
-    entry numbers read; -1 = none. Variants: naive, tile, mma (16 heads on the tensor cores; default from 16 heads on).
+    entry numbers read; -1 = none. Variants: naive, tile, mma (16 heads on the tensor cores; default from 16 heads on),
+    flash (d 128 or 512, r 64), flash_p_bf16 (the same, p rounded to bf16). Of the last two: done [merge_counters(T, h)] i32,
+    zero before and after: splits are merged in the same launch, not by a second one; heads_per_block: None chooses by shape.
     """
     T, h, d = q.shape
     b, slots, size = ring.shape
@@ -69,7 +104,11 @@ def sparse_attn(
         _shape(name, "selected", selected, T, listed)
     if visible is not None:
         _shape(name, "visible", visible, T, window + (capacity if selected is None else listed))
-    which = _choose(name, variant, "mma" if h >= MMA_HEADS else "tile", ("naive", "tile", "mma"))
+    which = _choose(name, variant, "mma" if h >= MMA_HEADS else "tile", ("naive", "tile", "mma", *FLASH))
+    _need(which in FLASH or (done is None and heads_per_block is None), name, f"done and heads_per_block are for {', '.join(FLASH)}, not {which}")
+    if which in FLASH:
+        _need(d in FLASH_HEADS and r == FLASH_ROTARY, name, f"{which} is built for d in {list(FLASH_HEADS)} and r = {FLASH_ROTARY}, not d = {d}, r = {r}")
+        _need(splits <= MAX_SPLITS, name, f"{splits} splits, {which} takes at most {MAX_SPLITS}")
     if not T:
         return
 
@@ -83,6 +122,26 @@ def sparse_attn(
     (out_stride,) = _rows(name, "out", out)
     if which == "naive":
         dev.launch(name, "sparse_attn_naive", (T, h), (32,), (*keys, sink, out, visible, *sizes, *where, out_stride, *seen), 8 * d)
+        return
+    if which in FLASH:
+        _need((ring.data_ptr() | (0 if entries is None else entries.data_ptr())) % 8 == 0, name, "ring and entries begin at multiples of 8 bytes")
+        heads = heads_per_block or flash_heads(d, T, h, splits, window + (listed if selected is not None else capacity))
+        _need(heads in FLASH_HEADS[d], name, f"{which} with {heads} heads a block, at d = {d} there are {list(FLASH_HEADS[d])}")
+        if splits > 1:
+            if part_o is None or part_ml is None:
+                raise KernelError(f"{name}: {splits} splits need part_o and part_ml")
+            _shape(name, "part_o", part_o, T, splits, h, d)
+            _shape(name, "part_ml", part_ml, T, splits, h, 2)
+            _packed(name, part_o=part_o, part_ml=part_ml, done=done)
+            _need((part_o.data_ptr() | part_ml.data_ptr()) % 16 == 0, name, "part_o and part_ml begin at multiples of 16 bytes")
+            _need(done is None or done.numel() >= merge_counters(T, h), name, f"done has {0 if done is None else done.numel()} elements, expected {merge_counters(T, h)}")
+        counters = done if splits > 1 else None
+        args = (*keys, sink, out, part_o, part_ml, counters, visible, h, slots, window, listed, capacity, ratio, d**-0.5, *where, out_stride, *seen)
+        dev.launch("sparse_attn_decode", f"flash_{d}_h{heads}_p{FLASH[which]}", (T, _ceil(h, heads), splits), (256,), args, flash_shared(d, heads, FLASH[which]))
+        if splits > 1 and done is None:
+            count = listed if selected is not None else -1
+            args = (part_o, part_ml, sink, position, out, h, d, splits, window, count, capacity, ratio, out_stride)
+            dev.launch("sparse_attn_decode", "sparse_attn_combine", (T, h), (d // 4,), args)
         return
     group = MMA_HEADS if which == "mma" else min(h, HEADS_PER_BLOCK)
     width = _ceil(d, 16) * 16
