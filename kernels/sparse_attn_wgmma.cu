@@ -1,0 +1,523 @@
+// sparse_attn_wgmma.cu    prefill attention of sparse_attn.cu on Hopper's tensor cores: 64 heads of one query a time
+//
+//   out[t,h] = sum_k p_k kv_k / (sum_k p_k + exp(sink[h] - M)),  p_k = exp(scale q[t,h] . kv_k - M)
+//
+// archs    sm_90a
+// twin     reference/ops.py::sparse_attention     tests  pytest parity/unit/test_hopper.py (emulated), bench/attention_prefill.py
+// tensors  as sparse_attn.cu, d = 512, r = 64; `tokens` in place of its `group`. Which keys, in which order: sparse_attn_keys.cuh
+// numerics keys exact in bf16 (an e4m3 code times a power of two); scores and sums the tensor core's in fp32, keys in order;
+//          p fp32, multiplied as two bf16 whose sum is within 2^-17 of it; exponentials by ex2.approx; the running maximum moves
+//          only when it grows by more than 8 powers of two; one rounding, to bf16, at the store. Sums of exponentials: two, over
+//          even and odd tiles of 64 keys, added last. A token's result depends on its own data alone
+// launch   grid = (blocks <= tokens * ceil(h / 64)), persistent: one a multiprocessor; block = 384; shared memory: SHARED_BYTES
+// variants sparse_attn_wgmma, and _p16: p rounded to one bf16 (point `p.bf16`)
+//
+// Roles. Two warpgroups multiply, one loads. Tile i of 64 keys lies in stage i % 2 of shared memory as 8 panels of 64 dims,
+// the swizzle of hopper.cuh, and is operand twice: keys x dims for the scores, dims x keys for the sums. Warpgroup i % 2 has its
+// scores: it masks them, moves the maximum, makes p, and hands p to the other one through shared memory. Sums: each
+// warpgroup has 256 of the 512 dims in 128 registers a thread. The loading warpgroup is up to a tile ahead of shared memory in
+// registers. Halves of a stage (4 panels) are given back one by one.
+//
+//   full[stage][half]   the loader has written it            free[stage][half]   warpgroup `half` has summed over it
+//   p_ready[owner]      p, maximum and factor are there      q_full, q_free      queries of an item (token, 64 heads)
+//   sums[item % 2]      sums of exponentials of both warpgroups are there
+#include "hopper.cuh"
+#include "sparse_attn_keys.cuh"
+
+constexpr int D = 512, R = 64, HEADS = 64, KEYS = 64;
+constexpr int PANELS = D / 64, HALF = PANELS / 2, PANEL_BYTES = 64 * SWIZZLE_ROW_BYTES, TILE_BYTES = PANELS * PANEL_BYTES;
+constexpr int PRODUCER_WARPS = 4, THREADS = 2 * WARPGROUP + PRODUCER_WARPS * WARP;
+constexpr int WARP_KEYS = KEYS / PRODUCER_WARPS, SLOTS = WARP_KEYS / 4;  // keys of a loading warp and thread: 8 lanes share a key
+constexpr int CONSUMER_REGISTERS = 192, PRODUCER_REGISTERS = 120;
+constexpr float LOG2E = 1.4426950408889634f, STALE = 8.f;  // powers of two that p may exceed 1 by
+
+// Shared memory, bytes from its start. P: [owner][part] panels of 64 heads x 64 keys.
+constexpr int AT_Q = 0, AT_KV = TILE_BYTES, AT_P = 3 * TILE_BYTES, AT_BARRIERS = AT_P + 4 * PANEL_BYTES;
+constexpr int AT_SEEN = AT_BARRIERS + 128;        // [stage] 64 bits: which keys of the tile there are
+constexpr int AT_STATE = AT_SEEN + 16;            // [owner][head] float2: running maximum, factor for older sums
+constexpr int AT_SUMS = AT_STATE + 2 * HEADS * 8;  // [item % 2][warpgroup][head] floats
+constexpr int SHARED_BYTES = AT_SUMS + 4 * HEADS * 4;
+static_assert(SHARED_BYTES <= 227 * 1024, "shared memory of a block");
+
+enum Barriers { FULL = 0, FREE = 4, P_READY = 8, Q_FULL = 10, Q_FREE = 11, SUMS_READY = 12, BARRIERS = 13 };
+
+extern __shared__ __align__(1024) unsigned char smem[];
+
+struct Call {
+  const __nv_bfloat16 *q;
+  const unsigned char *ring;
+  const int *ring_position;
+  const unsigned char *entries;
+  const int *selected, *position, *row;
+  const float *sink;
+  __nv_bfloat16 *out;
+  int *visible;
+  int heads, slots, window, listed, capacity, ratio;
+  float scale;
+  long long q_stride, ring_row_stride, ring_slot_stride, ring_position_stride, entries_row_stride, entry_stride;
+  long long selected_stride, out_stride, visible_stride;
+  int tokens;
+};
+
+// One piece of work: a token and up to 64 heads.
+struct Item {
+  int token, head0, heads, p;
+};
+
+__device__ __forceinline__ int head_blocks(const Call &call) { return ceil_div(call.heads, HEADS); }
+
+__device__ __forceinline__ Item item_of(const Call &call, int number) {
+  const int blocks = head_blocks(call), token = number / blocks, head0 = number % blocks * HEADS;
+  return {token, head0, min(HEADS, call.heads - head0), call.position[token]};
+}
+
+__device__ __forceinline__ Keys keys_of_item(const Call &call, const Item &item) {
+  return keys_of(item.p, call.row[item.token], max(0, item.p - call.window + 1), call.ring, call.ring_position, call.entries,
+                 call.selected ? call.selected + item.token * call.selected_stride : nullptr,
+                 call.visible ? call.visible + item.token * call.visible_stride : nullptr, call.slots, call.window,
+                 call.listed, call.capacity, call.ratio, call.ring_row_stride, call.ring_slot_stride,
+                 call.ring_position_stride, call.entries_row_stride, call.entry_stride);
+}
+
+__device__ __forceinline__ Mbarrier *barrier(int number) { return reinterpret_cast<Mbarrier *>(smem + AT_BARRIERS) + number; }
+
+__device__ __forceinline__ unsigned pack_two(float low, float high) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const unsigned *>(&both);
+}
+
+// ---- loading ----
+
+// Of a key that eight lanes share: lane `sub` has its chunks of 8 dims at 64 panel + 8 sub.
+struct Slot {
+  uint2 raw[HALF + 1], scales;
+};
+
+__device__ __forceinline__ uint2 load_8_bytes(const unsigned char *p) { return __ldg(reinterpret_cast<const uint2 *>(p)); }
+
+// Panels 0..3, and the scales of all; or panels 4..6 and the rotated dims. entry is null where there is no key.
+template <int SIDE> __device__ __forceinline__ void load_half(Slot &slot, const unsigned char *entry, int sub) {
+  if (entry) {
+    const unsigned char *codes = entry + SIDE * HALF * SCALE_BLOCK + sub * 8;
+#pragma unroll
+    for (int i = 0; i < HALF - SIDE; i++) slot.raw[i] = load_8_bytes(codes + i * SCALE_BLOCK);
+    if (SIDE == 0) {
+      slot.scales = load_8_bytes(entry + D + R);
+    } else {
+      slot.raw[HALF - 1] = load_8_bytes(entry + D - R + sub * 16);
+      slot.raw[HALF] = load_8_bytes(entry + D - R + sub * 16 + 8);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < HALF + SIDE; i++) slot.raw[i] = make_uint2(0u, 0u);
+    if (SIDE == 0) slot.scales = make_uint2(0u, 0u);
+  }
+}
+
+// Decodes what load_half loaded; `to` is the chunk's place in the first of the four panels.
+template <int SIDE> __device__ __forceinline__ void store_half(const Slot &slot, unsigned char *to) {
+#pragma unroll
+  for (int i = 0; i < HALF - SIDE; i++) {
+    const int block = SIDE * HALF + i;
+    const float scale = e8m0_decode((block < 4 ? slot.scales.x : slot.scales.y) >> block % 4 * 8 & 0xffu);
+    float low[4], high[4];
+    e4m3_convert_4(low, slot.raw[i].x);
+    e4m3_convert_4(high, slot.raw[i].y);
+    uint4 packed;
+    packed.x = pack_two(low[0] * scale, low[1] * scale);
+    packed.y = pack_two(low[2] * scale, low[3] * scale);
+    packed.z = pack_two(high[0] * scale, high[1] * scale);
+    packed.w = pack_two(high[2] * scale, high[3] * scale);
+    *reinterpret_cast<uint4 *>(to + i * PANEL_BYTES) = packed;
+  }
+  if (SIDE == 1)
+    *reinterpret_cast<uint4 *>(to + (HALF - 1) * PANEL_BYTES) =
+        make_uint4(slot.raw[HALF - 1].x, slot.raw[HALF - 1].y, slot.raw[HALF].x, slot.raw[HALF].y);
+}
+
+// Where key i of the token lies, null: nowhere; e is what entry_at said. From lane to lane of a warp.
+__device__ __forceinline__ const unsigned char *key_bytes(const Keys &keys, int i, int e) {
+  return i < keys.total ? find_key(keys, i, e).bytes : nullptr;
+}
+__device__ __forceinline__ const unsigned char *of_lane(const unsigned char *p, int lane) {
+  return reinterpret_cast<const unsigned char *>(__shfl_sync(FULL_MASK, reinterpret_cast<unsigned long long>(p), lane));
+}
+
+// Eight bf16 at any alignment.
+__device__ __forceinline__ uint4 load_8_bf16(const __nv_bfloat16 *p, bool aligned) {
+  if (aligned) return *reinterpret_cast<const uint4 *>(p);
+  const unsigned short *from = reinterpret_cast<const unsigned short *>(p);
+  return make_uint4(from[0] | from[1] << 16, from[2] | from[3] << 16, from[4] | from[5] << 16, from[6] | from[7] << 16);
+}
+
+__device__ __forceinline__ void load_queries(const Call &call, const Item &item, int thread) {
+  const __nv_bfloat16 *from = call.q + item.token * call.q_stride + (long long)item.head0 * D;
+  const bool aligned = (reinterpret_cast<unsigned long long>(call.q) | call.q_stride * 2) % 16 == 0;
+#pragma unroll 8
+  for (int i = thread; i < HEADS * D / 8; i += PRODUCER_WARPS * WARP) {
+    const int head = i / (D / 8), chunk = i % (D / 8);
+    const uint4 eight = head < item.heads ? load_8_bf16(from + i * 8, aligned) : make_uint4(0u, 0u, 0u, 0u);
+    *reinterpret_cast<uint4 *>(smem + AT_Q + chunk / 8 * PANEL_BYTES + swizzle_128(head, chunk % 8)) = eight;
+  }
+}
+
+// A warp has KEYS / PRODUCER_WARPS keys of a tile: lane i finds key i, lanes 8 g + sub decode keys 4 k + g.
+__device__ __forceinline__ void load(const Call &call) {
+  const int thread = threadIdx.x - 2 * WARPGROUP, warp = thread / WARP, lane = thread % WARP, sub = lane % 8;
+  const int first_key = warp * WARP_KEYS, own_key = first_key + lane % WARP_KEYS, first_row = first_key + lane / 8;
+  int uses = 0, items = 0;  // of both stages, queries
+  for (int number = blockIdx.x; number < call.tokens * head_blocks(call); number += gridDim.x) {
+    const Item item = item_of(call, number);
+    if (item.p < 0) continue;
+    const Keys keys = keys_of_item(call, item);
+    if (keys.visible && item.head0 == 0) {
+      for (int i = thread; i < keys.total; i += PRODUCER_WARPS * WARP) {
+        const Key key = find_key(keys, i);
+        keys.visible[key.column] = key.shown;
+      }
+      show_nothing_else(keys, thread, PRODUCER_WARPS * WARP);
+    }
+    const auto listed = [&](int i) { return i >= keys.in_window && i < keys.total ? entry_at(keys, i) : -1; };
+    Slot slots[SLOTS];
+    const unsigned char *bytes = key_bytes(keys, own_key, listed(own_key));
+#pragma unroll
+    for (int k = 0; k < SLOTS; k++) load_half<0>(slots[k], of_lane(bytes, 4 * k + lane / 8), sub);
+    mbarrier_wait(barrier(Q_FREE), items & 1 ^ 1);
+    load_queries(call, item, thread);
+    fence_proxy_async();
+    mbarrier_arrive_warp(barrier(Q_FULL));
+    items++;
+
+    for (int begin = 0, stage = 0, end = ceil_div(keys.total, 2 * KEYS) * 2 * KEYS; begin < end; begin += KEYS, uses += stage, stage ^= 1) {
+      unsigned char *tile = smem + AT_KV + stage * TILE_BYTES;
+      const int not_yet = uses & 1 ^ 1, next_key = begin + KEYS + own_key;
+      mbarrier_wait(barrier(FREE + 2 * stage), not_yet);
+      const int next_entry = listed(next_key);
+      const unsigned seen = __ballot_sync(FULL_MASK, bytes != nullptr);
+      if (lane == 0) {
+        if (WARP_KEYS == 16) reinterpret_cast<unsigned short *>(smem + AT_SEEN)[stage * 4 + warp] = (unsigned short)seen;
+        else (smem + AT_SEEN)[stage * 8 + warp] = (unsigned char)seen;
+      }
+#pragma unroll
+      for (int k = 0; k < SLOTS; k++) {
+        store_half<0>(slots[k], tile + swizzle_128(first_row + 4 * k, sub));
+        load_half<1>(slots[k], of_lane(bytes, 4 * k + lane / 8), sub);
+      }
+      fence_proxy_async();
+      mbarrier_arrive_warp(barrier(FULL + 2 * stage));
+      bytes = key_bytes(keys, next_key, next_entry);
+      mbarrier_wait(barrier(FREE + 2 * stage + 1), not_yet);
+#pragma unroll
+      for (int k = 0; k < SLOTS; k++) {
+        store_half<1>(slots[k], tile + HALF * PANEL_BYTES + swizzle_128(first_row + 4 * k, sub));
+        load_half<0>(slots[k], of_lane(bytes, 4 * k + lane / 8), sub);
+      }
+      fence_proxy_async();
+      mbarrier_arrive_warp(barrier(FULL + 2 * stage + 1));
+    }
+  }
+}
+
+// ---- multiplying ----
+
+// Starts s = queries x keys of a stage, in its use number `use`. 64 heads x 64 keys.
+__device__ __forceinline__ void start_scores(float (&s)[32], int stage, int use) {
+  const unsigned long long q = wgmma_k_major(shared_offset(smem) + AT_Q);
+  const unsigned long long keys = wgmma_k_major(shared_offset(smem) + AT_KV + stage * TILE_BYTES);
+  wgmma_keep(s);
+#pragma unroll
+  for (int side = 0; side < 2; side++) {
+    mbarrier_wait(barrier(FULL + 2 * stage + side), use & 1);
+    wgmma_fence();
+#pragma unroll
+    for (int i = side * HALF * 4; i < (side + 1) * HALF * 4; i++) {
+      const int further = i / 4 * PANEL_BYTES + i % 4 * 32;
+      wgmma_ss<64, false>(s, wgmma_further(q, further), wgmma_further(keys, further), i > 0);
+    }
+  }
+  wgmma_commit();
+  wgmma_keep(s);
+}
+
+// A stage as keys x 256 dims.
+__device__ __forceinline__ unsigned long long sums_operand(int stage, int side) {
+  return wgmma_mn_major(shared_offset(smem) + AT_KV + stage * TILE_BYTES + side * HALF * PANEL_BYTES, PANEL_BYTES);
+}
+
+// o += p x this warpgroup's dims of a stage, p in registers or in the owner's panels.
+template <int PARTS>
+__device__ __forceinline__ void start_own_sums(float (&o)[128], unsigned (&p)[PARTS][4][4], int stage, int side) {
+  const unsigned long long values = sums_operand(stage, side);
+  wgmma_keep(o);
+#pragma unroll
+  for (int part = 0; part < PARTS; part++) wgmma_keep(p[part]);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+#pragma unroll
+    for (int part = PARTS - 1; part >= 0; part--) 
+      wgmma_rs<256, true>(o, p[part][k], wgmma_further(values, k * 16 * SWIZZLE_ROW_BYTES), true);
+  wgmma_commit();
+  wgmma_keep(o);
+}
+
+template <int PARTS> __device__ __forceinline__ void start_other_sums(float (&o)[128], int stage, int side) {
+  const unsigned long long values = sums_operand(stage, side);
+  const unsigned long long p = wgmma_k_major(shared_offset(smem) + AT_P + stage * 2 * PANEL_BYTES);
+  wgmma_keep(o);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+#pragma unroll
+    for (int part = PARTS - 1; part >= 0; part--)
+      wgmma_ss<256, true>(o, wgmma_further(p, part * PANEL_BYTES + k * 32), wgmma_further(values, k * 16 * SWIZZLE_ROW_BYTES), true);
+  wgmma_commit();
+  wgmma_keep(o);
+}
+
+// What a thread knows of its two heads, rows g and g + 8 of its warp's 16: running maximum of scale log2(e) score, sum of p.
+struct Running {
+  float largest[2], sum[2], factor[2];  // factor: for what was summed before
+};
+
+__device__ __forceinline__ void rescale(float (&o)[128], const Running &run) {
+  if (!__any_sync(FULL_MASK, run.factor[0] != 1.f || run.factor[1] != 1.f)) return;
+#pragma unroll
+  for (int i = 0; i < 128; i++) o[i] *= run.factor[i / 2 % 2];
+}
+
+// Scores become p, in parts of bf16; t is the thread's place in its quad, which has a row.
+template <int PARTS>
+__device__ __forceinline__ void softmax(float (&s)[32], unsigned (&p)[PARTS][4][4], Running &run, unsigned long long seen,
+                                        float to_log2, int t) {
+  if (seen != ~0ull) {
+    seen >>= 2 * t;
+#pragma unroll
+    for (int i = 0; i < 32; i++)
+      if (!(seen >> (i / 4 * 8 + i % 2) & 1)) s[i] = -INFINITY;
+  }
+  float minus[2];
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float largest = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 8; i++) largest = fmaxf(largest, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
+    largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, 2)) * to_log2;
+    const float before = run.largest[r], now = largest > before + STALE ? largest : before;
+    run.factor[r] = now == before ? 1.f : exp2_fast(before - now);
+    run.largest[r] = now;
+    minus[r] = now == -INFINITY ? 0.f : -now;
+  }
+  float added[2] = {0.f, 0.f};
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+#pragma unroll
+    for (int pair = 0; pair < 4; pair++) {
+      const int r = pair & 1, i = 8 * k + 2 * pair;
+      const float low = exp2_fast(fmaf(s[i], to_log2, minus[r])), high = exp2_fast(fmaf(s[i + 1], to_log2, minus[r]));
+      added[r] += low + high;
+      p[0][k][pair] = pack_two(low, high);
+      if (PARTS == 2) p[PARTS - 1][k][pair] = pack_two(low - bf16_low(p[0][k][pair]), high - bf16_high(p[0][k][pair]));
+    }
+#pragma unroll
+  for (int r = 0; r < 2; r++) run.sum[r] = fmaf(run.sum[r], run.factor[r], added[r]);
+}
+
+// Tells the other warpgroup: p, running maxima and factors.
+template <int PARTS>
+__device__ __forceinline__ void hand_over(const unsigned (&p)[PARTS][4][4], const Running &run, int owner, int row, int t) {
+  unsigned char *to = smem + AT_P + owner * 2 * PANEL_BYTES + 4 * t;
+#pragma unroll
+  for (int part = 0; part < PARTS; part++)
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+#pragma unroll
+      for (int pair = 0; pair < 4; pair++)
+        *reinterpret_cast<unsigned *>(to + part * PANEL_BYTES + swizzle_128(row + pair % 2 * 8, 2 * k + pair / 2)) = p[part][k][pair];
+  if (t == 0) {
+    float2 *state = reinterpret_cast<float2 *>(smem + AT_STATE) + owner * HEADS + row;
+    state[0] = make_float2(run.largest[0], run.factor[0]);
+    state[8] = make_float2(run.largest[1], run.factor[1]);
+  }
+  fence_proxy_async();
+  mbarrier_arrive_warp(barrier(P_READY + owner));
+}
+
+__device__ __forceinline__ void take_over(Running &run, int owner, int row) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float2 state = reinterpret_cast<const float2 *>(smem + AT_STATE)[owner * HEADS + row + 8 * r];
+    run.largest[r] = state.x;
+    run.factor[r] = state.y;
+    run.sum[r] *= state.y;
+  }
+}
+
+__device__ __forceinline__ unsigned long long seen_keys(int stage) {
+  return reinterpret_cast<const unsigned long long *>(smem + AT_SEEN)[stage];
+}
+
+// 2^(a - b) for b >= a, also where both are infinite.
+__device__ __forceinline__ float exp2_below(float a, float b) { return a == b ? 1.f : exp2_fast(a - b); }
+
+// Sums over the sink, and stores this warpgroup's 256 dims of up to 64 heads.
+__device__ __forceinline__ void finish(const Call &call, const Item &item, float (&o)[128], Running &run, int side, int items,
+                                       int row, int t) {
+  float *sums = reinterpret_cast<float *>(smem + AT_SUMS) + (items & 1) * 2 * HEADS;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float sum = warp_sum<4>(run.sum[r]);
+    if (t == 0) sums[side * HEADS + row + 8 * r] = sum;
+  }
+  mbarrier_arrive_warp(barrier(SUMS_READY));
+  mbarrier_wait(barrier(SUMS_READY), items & 1);
+  const bool aligned = (reinterpret_cast<unsigned long long>(call.out) | call.out_stride * 2) % 16 == 0;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int head = row + 8 * r;
+    const float sink = head < item.heads ? call.sink[item.head0 + head] * LOG2E : 0.f;
+    const float with_sink = fmaxf(run.largest[r], sink), share = exp2_below(run.largest[r], with_sink);
+    const float denominator = fmaf(sums[head] + sums[HEADS + head], share, exp2_below(sink, with_sink)), scale = share / denominator;
+    __nv_bfloat16 *to = call.out + item.token * call.out_stride + (long long)(item.head0 + head) * D + side * HALF * 64;
+#pragma unroll
+    for (int j = 0; j < 32; j += 4) {  // four blocks of 8 dims: a thread has 2 dims of each, and gets all of block j + t
+      unsigned w[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) w[i] = pack_two(o[4 * (j + i) + 2 * r] * scale, o[4 * (j + i) + 2 * r + 1] * scale);
+      const bool odd = t & 1, upper = t & 2;
+      const unsigned a = __shfl_xor_sync(FULL_MASK, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(FULL_MASK, odd ? w[2] : w[3], 1);
+      if (odd) w[0] = a, w[2] = b;
+      else w[1] = a, w[3] = b;
+      const unsigned c = __shfl_xor_sync(FULL_MASK, upper ? w[0] : w[2], 2), e = __shfl_xor_sync(FULL_MASK, upper ? w[1] : w[3], 2);
+      const uint4 eight = upper ? make_uint4(c, e, w[2], w[3]) : make_uint4(w[0], w[1], c, e);
+      if (head >= item.heads) continue;
+      if (aligned) {
+        *reinterpret_cast<uint4 *>(to + (j + t) * 8) = eight;
+      } else {
+        unsigned short *at = reinterpret_cast<unsigned short *>(to + (j + t) * 8);
+        at[0] = (unsigned short)eight.x, at[1] = (unsigned short)(eight.x >> 16);
+        at[2] = (unsigned short)eight.y, at[3] = (unsigned short)(eight.y >> 16);
+        at[4] = (unsigned short)eight.z, at[5] = (unsigned short)(eight.z >> 16);
+        at[6] = (unsigned short)eight.w, at[7] = (unsigned short)(eight.w >> 16);
+      }
+    }
+  }
+}
+
+// Warpgroup SIDE: the scores of tiles SIDE, SIDE + 2 .., and dims 256 SIDE .. of the sums.
+template <int PARTS, int SIDE> __device__ __forceinline__ void multiply(const Call &call) {
+  const int thread = threadIdx.x % WARPGROUP, lane = thread % WARP, t = lane % 4, row = thread / WARP * 16 + lane / 4;
+  const float to_log2 = call.scale * LOG2E;
+  float o[128], s[32];
+  unsigned p[PARTS][4][4];
+  int uses = 0, items = 0;  // of both stages, queries
+  for (int number = blockIdx.x; number < call.tokens * head_blocks(call); number += gridDim.x) {
+    const Item item = item_of(call, number);
+    if (item.p < 0) continue;
+    const int pairs = ceil_div(keys_of_item(call, item).total, 2 * KEYS);
+    Running run = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {1.f, 1.f}};
+#pragma unroll
+    for (int i = 0; i < 128; i++) o[i] = 0.f;
+    mbarrier_wait(barrier(Q_FULL), items & 1);
+
+    if (SIDE == 0) {
+      for (int pair = 0; pair < pairs; pair++, uses++) {
+        start_scores(s, 0, uses);
+        wgmma_wait<0>();
+        wgmma_keep(s);
+        if (pair + 1 == pairs) mbarrier_arrive_warp(barrier(Q_FREE));
+        softmax<PARTS>(s, p, run, seen_keys(0), to_log2, t);
+        rescale(o, run);
+        start_own_sums<PARTS>(o, p, 0, 0);
+        hand_over<PARTS>(p, run, 0, row, t);
+        mbarrier_wait(barrier(P_READY + 1), uses & 1);
+        wgmma_wait<0>();
+        wgmma_keep(o);
+        mbarrier_arrive_warp(barrier(FREE));
+        take_over(run, 1, row);
+        rescale(o, run);
+        start_other_sums<PARTS>(o, 1, 0);
+        wgmma_wait<0>();
+        wgmma_keep(o);
+        mbarrier_arrive_warp(barrier(FREE + 2));
+      }
+    } else {
+      for (int pair = 0; pair < pairs; pair++, uses++) {
+        start_scores(s, 1, uses);
+        wgmma_wait<0>();
+        wgmma_keep(s);
+        if (pair + 1 == pairs) mbarrier_arrive_warp(barrier(Q_FREE));
+        mbarrier_wait(barrier(P_READY), uses & 1);
+        take_over(run, 0, row);
+        rescale(o, run);
+        start_other_sums<PARTS>(o, 0, 1);
+        softmax<PARTS>(s, p, run, seen_keys(1), to_log2, t);
+        hand_over<PARTS>(p, run, 1, row, t);
+        wgmma_wait<0>();
+        wgmma_keep(o);
+        mbarrier_arrive_warp(barrier(FREE + 1));
+        rescale(o, run);
+        start_own_sums<PARTS>(o, p, 1, 1);
+        wgmma_wait<0>();
+        wgmma_keep(o);
+        mbarrier_arrive_warp(barrier(FREE + 3));
+      }
+    }
+    finish(call, item, o, run, SIDE, items, row, t);
+    items++;
+  }
+}
+
+template <int PARTS> __device__ __forceinline__ void attend(const Call &call) {
+  if (threadIdx.x == 0) {
+    if (shared_offset(smem) % SWIZZLE_ATOM_BYTES) __trap();
+    for (int i = 0; i < 4; i++) {
+      mbarrier_init(barrier(FULL + i), PRODUCER_WARPS);
+      mbarrier_init(barrier(FREE + i), 4);
+    }
+    for (int i = 0; i < 2; i++) mbarrier_init(barrier(P_READY + i), 4);
+    mbarrier_init(barrier(Q_FULL), PRODUCER_WARPS);
+    mbarrier_init(barrier(Q_FREE), 8);
+    mbarrier_init(barrier(SUMS_READY), 8);
+  }
+  __syncthreads();
+  const int warpgroup = threadIdx.x / WARPGROUP;
+  if (warpgroup == 0) {
+    registers_up<CONSUMER_REGISTERS>();
+    multiply<PARTS, 0>(call);
+  } else if (warpgroup == 1) {
+    registers_up<CONSUMER_REGISTERS>();
+    multiply<PARTS, 1>(call);
+  } else {
+    registers_down<PRODUCER_REGISTERS>();
+    load(call);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+sparse_attn_wgmma(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position, const unsigned char *entries,
+                  const int *selected, const int *position, const int *row, const float *sink, __nv_bfloat16 *out,
+                  int *visible, int heads, int d, int r, int slots, int window, int listed, int capacity, int ratio,
+                  float scale, long long q_stride, long long ring_row_stride, long long ring_slot_stride,
+                  long long ring_position_stride, long long entries_row_stride, long long entry_stride,
+                  long long selected_stride, long long out_stride, long long visible_stride, int tokens) {
+  if (d != D || r != R) __trap();
+  attend<2>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
+             capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride,
+             entries_row_stride, entry_stride, selected_stride, out_stride, visible_stride, tokens});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+sparse_attn_wgmma_p16(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position,
+                      const unsigned char *entries, const int *selected, const int *position, const int *row,
+                      const float *sink, __nv_bfloat16 *out, int *visible, int heads, int d, int r, int slots, int window,
+                      int listed, int capacity, int ratio, float scale, long long q_stride, long long ring_row_stride,
+                      long long ring_slot_stride, long long ring_position_stride, long long entries_row_stride,
+                      long long entry_stride, long long selected_stride, long long out_stride, long long visible_stride,
+                      int tokens) {
+  if (d != D || r != R) __trap();
+  attend<1>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
+             capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride,
+             entries_row_stride, entry_stride, selected_stride, out_stride, visible_stride, tokens});
+}
