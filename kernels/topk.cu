@@ -465,7 +465,7 @@ topk_by_streams(const float *score, const int *position, int *selected, int *cou
         const Cut cut = s.select(count, k, ends && !delivers ? k : k + SPARE, low);
         count = s.keep(count, cut);
         low = cut.low;
-        accepted = low + (count == k && low != ~0u);  // later entries equal to the k-th lose
+        accepted = low + (low != ~0u);  // k earlier entries reach low: a later one equal to it loses
       }
     }
     __syncthreads();

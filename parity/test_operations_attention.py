@@ -490,7 +490,7 @@ def test_topk_of_rows_in_parts(threads, parts, kind, device, hostile, judge):
         score = scores_of(kind, len(position), E)
         score[torch.arange(E) >= seen[:, None]] = NAN
         rows = hostile.strided(score)
-        counters, scratch = torch.zeros(len(counts), dtype=I32, device=rows.device), hostile.poisoned((len(counts) * parts * (4 + 2 * (k + 512)),), I32)
+        counters, scratch = torch.zeros(len(counts), dtype=I32, device=rows.device), hostile.poisoned((len(counts) * parts * (4 + 2 * (k + 512)),), I32).fill_(0x7F000000)
         selected = hostile.poisoned((2, len(counts), k), I32).fill_(-7)
         for call in selected:
             ops.topk(device, rows, hostile.packed(position), call, ratio, "stream" if threads == 512 else "stream_1024", counters, scratch, parts)
