@@ -429,7 +429,10 @@ class SelfParity:
         return self._made("decode", "batched", got, together([rows[i] for i in order]), pairs)
 
     def replayed(self, batch: int) -> Way:
-        """Steps of rows of unequal lengths replayed from one captured graph, beside the same steps launched one by one."""
+        """Steps of rows of unequal lengths replayed from one captured graph, beside the same steps launched one by one.
+
+        The batch of 3 is given prefill's choices, which a graph takes from buffers; the others choose for themselves.
+        """
         wanted = [(start, REPLAYED_STEPS) for start in REPLAYED[batch]]
         at = self.chunks[1]
         spans = [span for span in self._fitting(wanted) if span[0] in at] or [(0, min(self.T, REPLAYED_STEPS))]
@@ -439,7 +442,7 @@ class SelfParity:
         for how in ("eager", "replay"):
             log, state = Log(self.points), self._state(len(starts), stack([at[start] for start in starts]))
             with decoding(self.model, how):
-                self._decode(state, starts, steps, log)
+                self._decode(state, starts, steps, log, replay=batch == 3)  # its choices come from outside
             rows[how], states[how] = log.rows(), self._export(state)
             facts = next((graph.facts() for graph in state.graphs.values()), {})
         said = f"steps of {plural(len(starts), 'row')} replayed from a captured graph = the same steps launched one by one"
