@@ -69,8 +69,10 @@ def select(dev: Device, case: Case, frequencies: Tensor, variants: Variants | No
     position, row = case.position.to(where, torch.int32), torch.zeros(T, dtype=torch.int32, device=where)
     score = torch.full((T, E), torch.nan, device=where)
     selected = torch.full((T, case.k), -1, dtype=torch.int32, device=where)
-    ops.indexer_score(dev, rounded, case.weights.to(where), keys, scales, position, row, score, ratio=4, variant=chosen.indexer_score)
-    ops.topk(dev, score, position, selected, ratio=4, variant=chosen.topk)
+    prepared = torch.full((ops.indexer_scratch(T, case.q.shape[1]),), 0xFF, dtype=torch.uint8, device=where)
+    lists, counters = torch.full((ops.topk_scratch(case.k, E),), -1, dtype=torch.int32, device=where), torch.zeros(max(T, 1), dtype=torch.int32, device=where)
+    ops.indexer_score(dev, rounded, case.weights.to(where), keys, scales, position, row, score, ratio=4, variant=chosen.indexer_score, scratch=prepared)
+    ops.topk(dev, score, position, selected, ratio=4, variant=chosen.topk, counters=counters, scratch=lists)
     scored = (decode_e2m1(keys[0, :E].cpu()).view(E, -1, INDEX_BLOCK) * decode_e8m0(scales[0, :E].cpu())[..., None]).view(E, di)
     return Selection(selected.cpu(), score.cpu(), rounded.cpu().float(), scored)
 
