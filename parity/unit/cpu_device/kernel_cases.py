@@ -321,6 +321,44 @@ def ldmatrix_probe() -> Case:
     )
 
 
+def integer_mma_probe(cases: int = 64, seed: int = 0) -> Case:
+    """Bytes of all sizes and signs; the last cases hold the largest sums, and one that wraps at 32 bits."""
+    g = torch.Generator().manual_seed(seed)
+    a, b = (torch.randint(-128, 128, (cases, rows, 32), generator=g, dtype=torch.int8) for rows in (16, 8))
+    c = torch.randint(-(2**20), 2**20, (cases, 16, 8), generator=g, dtype=torch.int32)
+    a[-2:], b[-2:] = -128, -128
+    c[-1] = 2**31 - 1
+
+    def reference(i: Tensors, dtype: torch.dtype) -> Tensors:
+        total = i["a"].long() @ i["b"].long().transpose(1, 2) + i["c"].long()
+        return {"d": (total + 2**31) % 2**32 - 2**31}
+
+    shapes = {"d": ((cases, 16, 8), torch.int32)}
+    step = Step("integer_mma_probe", (cases,), (32,), ["a", "b", "c", "d"])
+    return Case("integer_mma_probe", "warp_probe.cu", {"a": a, "b": b, "c": c}, shapes, [step], reference, 0.0, ["d"])
+
+
+def integer_score_probe(n: int = 4000, seed: int = 0) -> Case:
+    """Selectors of all sixteen nibbles; sums on both sides of 0 up to 2^22 - 1."""
+    g = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**31), 2**31, (n, 3), generator=g).to(torch.int32)
+    sums = torch.randint(-(2**22) + 1, 2**22, (n,), generator=g).to(torch.int32)
+    sums[:8] = torch.tensor([0, 1, -1, 2, -2, 2**22 - 1, 1 - 2**22, 144 * 64 * 128])
+
+    def reference(i: Tensors, dtype: torch.dtype) -> Tensors:
+        low, high, selector = (i["words"][:, k].long() % 2**32 for k in range(3))
+        both, result = [low >> 8 * k & 255 for k in range(4)] + [high >> 8 * k & 255 for k in range(4)], torch.zeros_like(low)
+        for k in range(4):
+            nibble = selector >> 4 * k & 15
+            byte = torch.stack(both, 1).gather(1, (nibble & 7)[:, None])[:, 0]
+            result |= torch.where(nibble >= 8, (byte >> 7) * 255, byte) << 8 * k
+        return {"selected": torch.where(result >= 2**31, result - 2**32, result), "positive": i["sums"].clamp_min(0).to(dtype) * 2.0**-22}
+
+    shapes = {"selected": ((n,), torch.int32), "positive": ((n,), torch.float32)}
+    step = Step("integer_score_probe", ((n + 127) // 128,), (128,), ["words", "sums", "selected", "positive", n])
+    return Case("integer_score_probe", "warp_probe.cu", {"words": words, "sums": sums}, shapes, [step], reference, 0.0, ["selected", "positive"])
+
+
 SCALAR_ROWS = [
     "fmaf",
     "a * b + c",
@@ -380,4 +418,6 @@ def small_cases() -> list[Case]:
         mma_probe(cases=4, kind="integers"),
         mma_probe(cases=4),
         ldmatrix_probe(),
+        integer_mma_probe(cases=4),
+        integer_score_probe(n=300),
     ]

@@ -91,6 +91,14 @@ def test_ldmatrix(gpu):
     assert same_bits(on_gpu(gpu, case)["registers"], on_cpu(case)["registers"])
 
 
+@pytest.mark.parametrize("case", [kernel_cases.integer_mma_probe(400), kernel_cases.integer_score_probe()], ids=lambda case: case.name)
+def test_integers(gpu, case):
+    """On any chip: nothing is rounded."""
+    actual, expected = on_gpu(gpu, case), on_cpu(case)
+    for name in case.results:
+        assert same_bits(actual[name], expected[name]), name
+
+
 def test_exact_scalar_operations(gpu):
     case = kernel_cases.scalar_probe()
     actual, expected = on_gpu(gpu, case)["out"], on_cpu(case)["out"]
