@@ -337,6 +337,97 @@ def test_linear_stream_has_the_same_bits_for_any_alignment_and_rows_of_a_warp(K,
             judge(f"linear_{kind}", f"{K} -> {N} in {slices} slices, {what}", got, exact=True, reference=lambda results=results: results[0])
 
 
+TILES = pytest.mark.parametrize("variant", ["tiles128", "tiles256"])
+
+
+def apart(hostile, x: Tensor) -> Tensor:
+    """The same rows, apart in NaN memory at multiples of 16 bytes, as tiles need them."""
+    rows, width = x.shape
+    memory = hostile.strided(torch.cat((x.cpu(), torch.full((rows, 24 - width % 8), torch.nan, dtype=x.dtype)), 1))
+    held = torch.full((rows, width - width % 8 + 24), torch.nan, dtype=x.dtype, device=memory.device)
+    held[:, :width] = memory[:, :width]
+    return held[:, :width]
+
+
+@TILES
+# K of 1, 3 and 9 steps of 64, across scale blocks; N below a tile, across tiles and odd; groups that begin in the middle of a scale block.
+@pytest.mark.parametrize(("K", "N", "groups"), [(64, 40, 1), (192, 201, 1), (576, 300, 1), (192, 64, 3), (128, 192, 2)])
+@pytest.mark.parametrize("rows", [1, 13, 129])
+def test_linear_fp8_tiles(K, N, groups, rows, variant, device, hostile, judge):
+    x = apart(hostile, hostile.bf16((rows, groups * K), seed=26))
+    weight, scale = fp8_weight(hostile, groups * N, K, seed=27)
+    out = hostile.poisoned((rows, groups * N), BF16)
+    ops.linear_fp8(device, x, weight, scale, out, groups=groups, variant=variant)
+
+    def compute(sums: Sums) -> Tensor:
+        w = formats.decode_fp8_weight(weight.cpu(), scale.cpu()).view(groups, N, K)
+        return torch.cat([sums.linear(x.cpu().float()[:, g * K : (g + 1) * K], w[g]) for g in range(groups)], -1)
+
+    judge("linear_fp8", f"{variant}, {rows} x {K} -> {groups} x {N}", out, reference=lambda: compute(Sums()), twins=rounded_twins(compute))
+
+
+@TILES
+@pytest.mark.parametrize(("K", "N"), [(64, 40), (192, 201), (576, 300)])
+@pytest.mark.parametrize("rows", [1, 13, 129])
+def test_linear_bf16_tiles(K, N, rows, variant, device, hostile, judge):
+    x, weight = apart(hostile, hostile.bf16((rows, K), seed=28)), hostile.bf16((N, K), seed=29, packed=True)
+    out, half, scaled = hostile.poisoned((rows, N), F32), hostile.poisoned((rows, N), BF16), hostile.poisoned((rows, N), F32)
+    ops.linear_bf16(device, x, weight, out, variant=variant)
+    ops.linear_bf16(device, x, weight, half, variant=variant)
+    ops.linear_bf16(device, x, weight, scaled, scale=0.3, round_bf16=True, variant=variant)
+    compute = lambda sums: sums.linear(x.cpu().float(), weight.cpu().float())  # noqa: E731
+    case = f"{variant}, {rows} x {K} -> {N}"
+    judge("linear_fp32", f"{case} f32", out, reference=lambda: compute(Sums()), twins=exact_twins(compute))
+    judge("linear_bf16", f"{case} bf16", half, exact=True, reference=lambda: out.cpu().bfloat16())
+    judge("linear_bf16", f"{case} rounded first", scaled, exact=True, reference=lambda: out.cpu().bfloat16().float() * torch.tensor(0.3, dtype=F32))
+
+
+@TILES
+@pytest.mark.parametrize("exponent", [0, 1, 2, 3, 127, 134, 240], ids=lambda e: f"scale 2^{e - 127}")
+def test_linear_fp8_tiles_are_exact_at_any_scale(exponent, variant, device, hostile, judge):
+    rows, N, K = 13, 40, 256
+    x = apart(hostile, hostile.bf16((rows, K), seed=14, scale=2.0 ** max(-110, min(110, 127 - exponent))))
+    weight, scale = fp8_weight(hostile, N, K, seed=15, exponents=(exponent, exponent + 12))
+    weight[:, 0::2] &= 0x87  # subnormal codes in every second column
+    out = hostile.poisoned((rows, N), BF16)
+    ops.linear_fp8(device, x, weight, scale, out, variant=variant)
+    compute = lambda sums: sums.linear(x.cpu().double(), formats.decode_fp8_weight(weight.cpu(), scale.cpu()).double())  # noqa: E731
+    judge("linear_fp8", f"{variant}, scale byte {exponent}", out, reference=lambda: compute(Sums()), twins=rounded_twins(compute))
+
+
+@TILES
+def test_linear_fp8_tiles_read_every_code(variant, device, hostile, judge):
+    """Both NaN codes among them, in the second of two scale blocks."""
+    N, K = 256, 192
+    for column in (0, 5, 190):
+        weight = torch.zeros(N, K, dtype=U8)
+        weight[:, column] = torch.arange(N).to(U8)
+        scale = torch.tensor([[127, 126], [124, 130]], dtype=U8)
+        x = torch.zeros(9, K)
+        x[:, column] = 1.0
+        out = hostile.poisoned((9, N), BF16)
+        ops.linear_fp8(device, apart(hostile, x.bfloat16()), hostile.packed(weight), hostile.packed(scale), out, variant=variant)
+        judge("linear_fp8", f"{variant}: every code, column {column}", out, exact=True,
+              reference=lambda weight=weight, scale=scale, column=column: formats.decode_fp8_weight(weight, scale)[:, column].expand(9, -1))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_linear_tiles_give_a_token_the_same_bits_in_any_company_and_tile(kind, device, hostile, judge):
+    rows, N, K = 141, 264, 192
+    x = apart(hostile, hostile.bf16((rows, K), seed=20))
+    linear: Callable[..., None] = ops.linear_fp8 if kind == "fp8" else ops.linear_bf16
+    weights = fp8_weight(hostile, N, K, seed=21) if kind == "fp8" else (hostile.bf16((N, K), seed=21, packed=True),)
+    order = torch.randperm(rows, generator=generator(22))
+    out, wide, shuffled, alone = (hostile.poisoned((n, N), BF16) for n in (rows, rows, rows, 1))
+    linear(device, x, *weights, out, variant="tiles128")
+    linear(device, x, *weights, wide, variant="tiles256")
+    linear(device, apart(hostile, x.cpu()[order]), *weights, shuffled, variant="tiles128")
+    linear(device, x[rows - 1 :], *weights, alone, variant="tiles")
+    judge(f"linear_{kind}", "tiles256 as tiles128", wide, exact=True, reference=lambda: out.cpu())
+    judge(f"linear_{kind}", "tiles, shuffled rows", shuffled, exact=True, reference=lambda: out.cpu()[order])
+    judge(f"linear_{kind}", "tiles, one row alone", alone, exact=True, reference=lambda: out.cpu()[rows - 1 :])
+
+
 # ---- router ----
 
 
@@ -527,6 +618,57 @@ def test_experts_stream_has_the_same_bits_for_any_alignment_and_rows_of_a_warp(K
             judge("experts_up", f"{K} -> {N} in {slices} slices", results[0][at], reference=lambda compute=compute: compute(Sums()), twins=rounded_twins(compute))
         for what, got in zip(("16 rows a warp", "not aligned"), results[1:], strict=True):
             judge("experts_up", f"{K} -> {N} in {slices} slices, {what}", got, exact=True, reference=lambda results=results: results[0])
+
+
+@TILES
+@pytest.mark.parametrize("exponents", [(120, 130), (0, 3), (248, 253)], ids=["scales as in weights", "smallest scales", "largest scales"])
+@pytest.mark.parametrize(("rows", "K", "N"), [(1, 64, 40), (300, 192, 129), (33, 320, 264)])
+def test_experts_tiles(rows, K, N, exponents, variant, device, hostile, judge):
+    E, k = 7, 3
+    experts = lopsided_experts(rows, E, k)
+    x = apart(hostile, hostile.bf16((rows, K), seed=41, scale=2.0 ** max(-120, min(120, 127 - exponents[0]))))
+    w1, w3, w2 = (fp4_weight(hostile, E, N, K, seed=seed, exponents=exponents) for seed in (42, 44, 46))
+    gate, up, down = (hostile.poisoned((rows, k, N), BF16) for _ in range(3))
+    h = hostile.packed(x.cpu()[:, None].expand(-1, k, -1).flip(0).contiguous())
+    scratch = hostile.poisoned((ops.experts_scratch(rows, k, E),), I32)
+    ops.experts_up(device, x, hostile.packed(experts), *w1, *w3, gate, up, variant=variant, scratch=scratch)
+    ops.experts_down(device, h, hostile.packed(experts), *w2, down, variant=variant, scratch=scratch)
+    real, of_rows = experts >= 0, x.cpu().float()[:, None].expand(-1, k, -1)
+    for name, operation, got, given, (w, s) in (("w1", "experts_up", gate, of_rows, w1), ("w3", "experts_up", up, of_rows, w3), ("w2", "experts_down", down, h.cpu().float(), w2)):
+        compute = lambda sums, given=given, w=w, s=s: expert_linear(given, w.cpu(), s.cpu(), experts, sums)[real]  # noqa: E731
+        judge(operation, f"{name}, {variant}, {rows} x {K} -> {N}", got.cpu()[real],
+              reference=lambda compute=compute: compute(Sums()), twins=rounded_twins(compute))  # fmt: skip
+        assert got.cpu()[~real].isnan().all(), "a slot without an expert was written"
+
+
+def test_experts_tiles_give_a_token_the_same_bits_in_any_company_and_tile(device, hostile, judge):
+    rows, E, k, K, N = 150, 5, 2, 128, 136
+    experts, x = lopsided_experts(rows, E, k), hostile.bf16((rows, K), seed=50)
+    w1, w3 = fp4_weight(hostile, E, N, K, seed=51), fp4_weight(hostile, E, N, K, seed=53)
+    scratch = hostile.poisoned((ops.experts_scratch(rows, k, E),), I32)
+    results = []
+    order = torch.randperm(rows, generator=generator(54))
+    for tokens, variant in ((torch.arange(rows), "tiles128"), (torch.arange(rows), "tiles256"), (order, "tiles128"), (torch.arange(rows - 1, rows), "tiles")):
+        gate, up = (hostile.poisoned((len(tokens), k, N), BF16) for _ in range(2))
+        ops.experts_up(device, apart(hostile, x.cpu()[tokens]), hostile.packed(experts[tokens]), *w1, *w3, gate, up, variant=variant, scratch=scratch)
+        results.append(gate.cpu().nan_to_num(7.0))
+    judge("experts_up", "tiles256 as tiles128", results[1], exact=True, reference=lambda: results[0])
+    judge("experts_up", "tiles, shuffled rows", results[2], exact=True, reference=lambda: results[0][order])
+    judge("experts_up", "tiles, one row alone", results[3], exact=True, reference=lambda: results[0][rows - 1 :])
+
+
+@pytest.mark.parametrize(("rows", "E", "k"), [(1, 3, 1), (700, 37, 3), (1500, 384, 6)])
+def test_experts_order_lists_slots_by_expert(rows, E, k, device, hostile):
+    experts = torch.stack([torch.randperm(E, generator=generator(90 + t))[:k].sort().values for t in range(rows)]).masked_fill(positions_with_pads(rows)[:, None] < 0, -1).to(I32)
+    slots, scratch = rows * k, hostile.poisoned((ops.experts_scratch(rows, k, E),), I32)
+    device.launch("experts_tiles", "experts_order", (1,), (1024,), (hostile.packed(experts), scratch, slots, E), 4 * 33 * E)
+    flat, plan = experts.flatten(), scratch.cpu()
+    counts = torch.tensor([int((flat == e).sum()) for e in range(E)])
+    starts = lambda n: torch.cat((torch.zeros(1, dtype=torch.int64), n.cumsum(0)))  # noqa: E731
+    assert torch.equal(plan[: E + 1].long(), starts(-(-counts // 128)))
+    assert torch.equal(plan[E + 1 : 2 * E + 2].long(), starts(counts))
+    wanted = torch.cat([(flat == e).nonzero()[:, 0] for e in range(E)])
+    assert torch.equal(plan[2 * E + 2 : 2 * E + 2 + len(wanted)].long(), wanted)
 
 
 LIMIT = 10.0

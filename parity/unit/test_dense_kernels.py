@@ -77,6 +77,12 @@ def every_kernel(device: Any) -> dict[str, Tensor]:
     wide, codes_wide, scales_wide = hostile.packed(hostile.bf16((9, 640), 14).cpu()), codes(24, 640), scales(1, 5)  # whole chunks, and some left
     ops.linear_fp8(device, wide, codes_wide, scales_wide, out("linear_fp8 stream, whole", (9, 24)), 1, "stream", slices=2)
     ops.linear_bf16(device, wide, hostile.bf16((24, 640), 15, packed=True), out("linear_bf16 stream, whole", (9, 24)), variant="stream16", slices=2)
+    tall = hostile.packed(hostile.bf16((140, 128), 16).cpu())
+    for variant in ("tiles128", "tiles256"):
+        ops.linear_fp8(device, tall, codes(70, 128), scales(1, 1), out(f"linear_fp8 {variant}", (140, 70)), 1, variant)
+        ops.linear_bf16(device, tall, hostile.bf16((70, 128), 17, packed=True), out(f"linear_bf16 {variant}", (140, 70), F32), variant=variant)
+        w2 = codes(E, 40, 64), scales(E, 40, 4)
+        ops.experts_down(device, tall[: T * k].view(T, k, 128), experts, *w2, out(f"experts_down {variant}", (T, k, 40)), variant, scratch)
     w1 = codes(E, 40, 320), scales(E, 40, 20)
     few = hostile.packed(experts.cpu()[:9].clone())
     ops.experts_up(device, wide, few, *w1, *w1, *(out(f"experts_up stream, whole {i}", (9, k, 40)) for i in (0, 1)), "stream", slices=2)
@@ -106,7 +112,7 @@ def test_every_dense_kernel_keeps_its_bits(options):
 def test_only_tiles_depend_on_how_mma_rounds():
     got, want = every_kernel(open_device("cpu", mma_sum="tensor_core")), plain()
     for name, value in want.items():
-        if not name.startswith(("linear", "experts")) or not ("mma" in name or "stream" in name):
+        if not name.startswith(("linear", "experts")) or not any(word in name for word in ("mma", "stream", "tiles")):
             if name not in ("swiglu",):  # of the last variant's gate and up, which are products by mma
                 assert torch.equal(got[name].view(U8), value.view(U8)), name
         else:
@@ -121,6 +127,7 @@ def test_every_variant_ran_and_is_recorded():
         assert {(source, f"{source}_{variant}") for variant in ops.LINEAR_VARIANTS} <= ran
     assert ("experts", "experts_plan") in ran
     assert {("linear_stream", "linear_fp8_stream8"), ("linear_stream", "linear_bf16_stream16"), ("experts_stream", "experts_stream32")} <= ran
+    assert {("linear_tiles", "linear_fp8_tiles128"), ("linear_tiles", "linear_bf16_tiles256"), ("experts_tiles", "experts_order"), ("experts_tiles", "experts_tiles128")} <= ran
 
 
 @pytest.mark.parametrize(("tokens", "variant"), [(1, "thin"), (8, "thin"), (9, "mma")])

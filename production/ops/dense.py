@@ -26,6 +26,8 @@ SCORING = {"sqrtsoftplus": 0, "sigmoid": 1, "softmax": 2}  # as in gate.cu
 TILE = 64  # as in linear.cuh
 THIN_BLOCK_ROWS = 32
 STREAM_WARPS, STREAM_TOKENS, STREAM_GRAIN = 8, 8, 256  # as in stream.cuh
+TILES_ROWS, TILES_DEPTH, TILES_ENOUGH = 128, 64, 132  # as in tiles.cuh; blocks that leave no multiprocessor idle
+ORDER_WARPS, ORDER_EXPERTS = 32, 1024  # as in experts_tiles.cu
 STREAM_FEW_ROWS = 2048  # up to here a warp takes 8 rows of w, so that all multiprocessors have some
 STREAM_WANTED, EXPERTS_STREAM_WANTED = 2048, 512  # warps: 16 on each of 132 multiprocessors; of one expert
 
@@ -129,6 +131,23 @@ STREAM_VARIANTS = ("stream", "stream8", "stream16")  # the same bits; stream pic
 EXPERTS_STREAM_VARIANTS = ("stream", "stream16", "stream32")
 
 
+TILES_VARIANTS = ("tiles", "tiles128", "tiles256")  # the same bits; tiles picks by size, and mma where the shape does not fit
+
+
+def _tiles(operation: str, variant: str, fits: bool, x: Tensor, T: int, N: int, groups: int) -> str:
+    """tiles128 or tiles256, or mma when `variant` is "tiles" and the shape does not fit: K % 64 == 0, groups in whole halves of a tile."""
+    if variant == "tiles":
+        variant = ("tiles256" if _ceil(T, TILES_ROWS) * _ceil(N, 256) * groups >= TILES_ENOUGH else "tiles128") if fits else "mma"
+    _need(fits or variant == "mma", operation, f"x {list(x.shape)} does not fit {variant}: K must be a multiple of {TILES_DEPTH}, outputs of a group of 64")
+    _need(variant == "mma" or (x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0), operation, f"{variant}: rows of x do not start at multiples of 16 bytes")
+    return variant
+
+
+def _tiles_shared(columns: int, slab_bytes: int, stages: int) -> int:
+    """Bytes of dynamic shared memory, as Stage in tiles.cuh."""
+    return stages * 2 * (TILES_ROWS * 64 + columns * slab_bytes + 128)
+
+
 def stream_slices(rows: int, row_bytes: int, wanted: int) -> int:
     """Parts of a row of w that warps share, by shape alone: until `wanted` warps have work for 16 rows, or a part is 256 bytes."""
     slices = 1
@@ -157,21 +176,28 @@ def linear_fp8(
     """out[t, g*N' + n] = sum_k x[t, g*K' + k] weight[g*N' + n, k] for each group g.
 
     x [T, groups*K'] bf16 (rs); weight [groups*N', K'] e4m3 codes as u8; scale [ceil(groups*N'/128), ceil(K'/128)] e8m0
-    as u8; out [T, groups*N'] bf16. Variants: naive, thin, mma, stream (stream8, stream16; slices: 1, 2, 4, 8, None: by shape).
+    as u8; out [T, groups*N'] bf16. Variants: naive, thin, mma, stream (stream8, stream16; slices: 1, 2, 4, 8,
+    None: by shape), tiles (tiles128, tiles256).
     """
     (T, width), (rows, K) = x.shape, weight.shape
     _need(width == groups * K and rows % groups == 0, "linear_fp8", f"x {list(x.shape)} with {groups} groups of weight {list(weight.shape)}")
     _shape("linear_fp8", "scale", scale, _ceil(rows, 128), _ceil(K, 128))
     _shape("linear_fp8", "out", out, T, rows)
     _packed("linear_fp8", weight=weight, scale=scale, out=out)
-    which = _choose("linear_fp8", variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *STREAM_VARIANTS))
+    which = _choose("linear_fp8", variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *STREAM_VARIANTS, *TILES_VARIANTS))
     N = rows // groups
+    if which in TILES_VARIANTS:
+        which = _tiles("linear_fp8", which, K % TILES_DEPTH == 0 and (groups == 1 or N % 64 == 0), x, T, N, groups)
     if T and which in STREAM_VARIANTS:
         kernel, width = _stream(which, rows)
         slices = slices or stream_slices(rows, K, STREAM_WANTED)
         grid = (_ceil(T, STREAM_TOKENS), _ceil(N, width * STREAM_WARPS // slices), groups)
         args = (x, weight, scale, out, T, N, K, x.stride(0), slices)
         dev.launch("linear_stream", f"linear_fp8_{kernel}", grid, (STREAM_WARPS * 32,), args)
+    elif T and which in TILES_VARIANTS:
+        columns = int(which.removeprefix("tiles"))
+        grid = (_ceil(T, TILES_ROWS), _ceil(N, columns), groups)
+        dev.launch("linear_tiles", f"linear_fp8_{which}", grid, (columns,), (x, weight, scale, out, T, N, K, x.stride(0)), _tiles_shared(columns, 32, 4))
     elif T:
         grid = _linear_grid(which, T, N, groups)
         dev.launch("linear_fp8", f"linear_fp8_{which}", grid, (128,), (x, weight, scale, out, T, N, K, x.stride(0)))
@@ -183,13 +209,15 @@ def linear_bf16(
 ) -> None:  # fmt: skip
     """out = scale * x weight^T; round_bf16: the product is rounded to bf16 before the scale.
 
-    x [T, K] bf16 (rs); weight [N, K] bf16; out [T, N] f32 or bf16. Variants: naive, thin, mma, stream (as linear_fp8).
+    x [T, K] bf16 (rs); weight [N, K] bf16; out [T, N] f32 or bf16. Variants: naive, thin, mma, stream, tiles (as linear_fp8).
     """
     (T, K), N = x.shape, weight.shape[0]
     _shape("linear_bf16", "weight", weight, N, K)
     _shape("linear_bf16", "out", out, T, N)
     _packed("linear_bf16", weight=weight, out=out)
-    which = _choose("linear_bf16", variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *STREAM_VARIANTS))
+    which = _choose("linear_bf16", variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *STREAM_VARIANTS, *TILES_VARIANTS))
+    if which in TILES_VARIANTS:
+        which = _tiles("linear_bf16", which, K % TILES_DEPTH == 0, x, T, N, 1)
     outputs = (out, None) if out.element_size() == 4 else (None, out)
     args = (x, weight, *outputs, T, N, K, x.stride(0), scale, int(round_bf16))
     if T and which in STREAM_VARIANTS:
@@ -197,6 +225,10 @@ def linear_bf16(
         slices = slices or stream_slices(N, 2 * K, STREAM_WANTED)
         grid = (_ceil(T, STREAM_TOKENS), _ceil(N, width * STREAM_WARPS // slices))
         dev.launch("linear_stream", f"linear_bf16_{kernel}", grid, (STREAM_WARPS * 32,), (*args, slices))
+    elif T and which in TILES_VARIANTS:
+        columns = int(which.removeprefix("tiles"))
+        shared = _tiles_shared(columns, 64, 3 if columns == 128 else 4)
+        dev.launch("linear_tiles", f"linear_bf16_{which}", (_ceil(T, TILES_ROWS), _ceil(N, columns)), (columns,), args, shared)
     elif T:
         dev.launch("linear_bf16", f"linear_bf16_{which}", _linear_grid(which, T, N, 1), (128,), args)
 
@@ -267,7 +299,7 @@ def gate_weights(dev: Device, scores: Tensor, experts: Tensor, weights: Tensor, 
 
 
 def experts_scratch(T: int, k: int, E: int) -> int:
-    """i32 elements of the scratch that the mma variant of experts_up and experts_down needs."""
+    """i32 elements of the scratch that the variants mma and tiles of experts_up and experts_down need."""
     return 2 * (E + 1) + T * k
 
 
@@ -286,7 +318,9 @@ def _experts(
         _shape(operation, "scale", scale, E, N, K // 32)
         _shape(operation, "out", out, T, k, N)
         _packed(operation, weight=w, scale=scale, out=out)
-    which = _choose(operation, variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *EXPERTS_STREAM_VARIANTS))
+    which = _choose(operation, variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *EXPERTS_STREAM_VARIANTS, *TILES_VARIANTS))
+    if which in TILES_VARIANTS:
+        which = _tiles(operation, which, K % TILES_DEPTH == 0 and E <= ORDER_EXPERTS, x, slots, N, len(weights))
     if not slots:
         return
     second = weights[1] if len(weights) == 2 else (None, None, None)
@@ -297,13 +331,19 @@ def _experts(
         grid = (_ceil(N, int(kernel.removeprefix("stream")) * STREAM_WARPS // slices), slots, len(weights))
         dev.launch("experts_stream", f"experts_{kernel}", grid, (STREAM_WARPS * 32,), (x, experts, *matrices, slots, *sizes, slices))
         return
-    if which != "mma":
+    if which in ("naive", "thin"):
         grid = _linear_grid(which, slots, N, len(weights))
         dev.launch("experts", f"experts_{which}", grid, (128,), (x, experts, *matrices, *sizes))
         return
     if scratch is None:
         raise KernelError(f"{operation}: {T} tokens run in tiles, which need scratch: i32 of experts_scratch(T, k, E) elements")
     _need(scratch.numel() >= experts_scratch(T, k, E), operation, f"scratch of {scratch.numel()}, expected at least {experts_scratch(T, k, E)}")
+    if which in TILES_VARIANTS:
+        columns = int(which.removeprefix("tiles"))
+        dev.launch("experts_tiles", "experts_order", (1,), (ORDER_WARPS * 32,), (experts, scratch, slots, E), 4 * (ORDER_WARPS + 1) * E)
+        grid = (_ceil(N, columns), slots // TILES_ROWS + min(E, slots), len(weights))
+        dev.launch("experts_tiles", f"experts_{which}", grid, (columns,), (x, scratch, *matrices, E, *sizes), _tiles_shared(columns, 16, 4))
+        return
     dev.launch("experts", "experts_plan", (1,), (256,), (experts, scratch, slots, E))
     grid = (slots // TILE + min(E, slots), _ceil(N, TILE), len(weights))
     dev.launch("experts", "experts_mma", grid, (128,), (x, scratch, *matrices, E, *sizes))
@@ -316,7 +356,8 @@ def experts_up(
     """gate = w1 x, up = w3 x for each chosen expert; FP4 weights stay packed.
 
     x [T, D] bf16 (rs); experts [T, k] i32, -1 = none, untouched; w1, w3 [E, I, D/2] u8; s1, s3 [E, I, D/32] e8m0 as u8;
-    gate, up [T, k, I] bf16; scratch i32, for the mma variant. Variants: naive, thin, mma, stream (stream16, stream32; slices).
+    gate, up [T, k, I] bf16; scratch i32, for mma and tiles. Variants: naive, thin, mma, stream (stream16, stream32; slices),
+    tiles (tiles128, tiles256).
     """
     _shape("experts_up", "x", x, experts.shape[0], x.shape[1])
     _experts(dev, "experts_up", x, experts, experts.shape[1], ((w1, s1, gate), (w3, s3, up)), variant, scratch, slices)
@@ -329,7 +370,7 @@ def experts_down(
     """out = w2 h for each chosen expert.
 
     h [T, k, I] bf16; experts [T, k] i32, -1 = none, untouched; w2 [E, D, I/2] u8; s2 [E, D, I/32] e8m0 as u8;
-    out [T, k, D] bf16; scratch i32, for the mma variant. Variants: naive, thin, mma, stream (as experts_up).
+    out [T, k, D] bf16; scratch i32, for mma and tiles. Variants: naive, thin, mma, stream, tiles (as experts_up).
     """
     T, k = experts.shape
     _shape("experts_down", "h", h, T, k, h.shape[2])
