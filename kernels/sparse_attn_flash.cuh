@@ -79,7 +79,7 @@ __device__ __forceinline__ unsigned large_scales(unsigned word) { return (word &
 // Bytes of 64 entries -> kv [64][ROW]. A key is decoded by 8 threads, 8 codes at a time. All threads call.
 template <class S, int D> __device__ __forceinline__ void decode_tile(const unsigned char *raw, __nv_bfloat16 *kv) {
   const int warp = threadIdx.x / WARP, group = threadIdx.x % WARP / 8, lane = threadIdx.x % 8;
-#pragma unroll
+#pragma unroll 1
   for (int half = 0; half < KEYS / 32; half++) {
     const int key = warp + 8 * group + 32 * half;  // keys 8 apart fall into different banks
     const unsigned char *from = raw + key * S::BYTES;
@@ -172,8 +172,10 @@ __device__ __forceinline__ void softmax_tile(const float *score, __nv_bfloat16 *
 // In: m and l of one head by split, `stride` floats apart. Out: m becomes the split's share. Returns 1 / denominator.
 __device__ __forceinline__ float merge_shares(float *m, const float *l, int stride, int used, float sink) {
   float largest = sink;
+#pragma unroll 4
   for (int s = 0; s < used; s++) largest = fmaxf(largest, m[s * stride]);
   float denominator = exp_below(sink, largest);
+#pragma unroll 2
   for (int s = 0; s < used; s++) {
     const float share = exp_below(m[s * stride], largest);
     denominator += l[s * stride] * share;
@@ -198,14 +200,16 @@ __device__ __forceinline__ void add_share(float4 &o, const float4 &v, float shar
 template <int D, int HEADS>
 __device__ __forceinline__ void merge_heads(const Attention &a, unsigned char *smem, int token, int head0, int here, int used,
                                             long long row0) {
-  constexpr int QUADS = D / 4, BATCH = 8;  // reads in flight a thread and split
+  constexpr int QUADS = D / 4, BATCH = 8;  // reads in flight a thread
   float *m = reinterpret_cast<float *>(smem), *l = m + used * HEADS, *inverse = l + used * HEADS;
-  for (int i = threadIdx.x; i < used * here; i += THREADS) {
-    const int s = i / here, h = i % here;
-    const float2 ml = __ldcg(reinterpret_cast<const float2 *>(a.part_ml) + row0 + (long long)s * a.heads + h);
-    m[s * HEADS + h] = ml.x;
-    l[s * HEADS + h] = ml.y;
-  }
+  const int h = threadIdx.x % HEADS;
+#pragma unroll 1
+  for (int s = threadIdx.x / HEADS; s < used; s += THREADS / HEADS)
+    if (h < here) {
+      const float2 ml = __ldcg(reinterpret_cast<const float2 *>(a.part_ml) + row0 + (long long)s * a.heads + h);
+      m[s * HEADS + h] = ml.x;
+      l[s * HEADS + h] = ml.y;
+    }
   __syncthreads();
   if (threadIdx.x < here) inverse[threadIdx.x] = merge_shares(m + threadIdx.x, l + threadIdx.x, HEADS, used, a.sink[head0 + threadIdx.x]);
   __syncthreads();
@@ -252,7 +256,7 @@ template <class S, int D, int HEADS> __device__ __forceinline__ void load_querie
 // Asks for the bytes of 64 keys, zeros for those that are none. All threads call.
 template <class S> __device__ __forceinline__ void load_tile(unsigned char *raw, const unsigned char *const *source, const unsigned char *any) {
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-#pragma unroll
+#pragma unroll 4
   for (int pass = 0; pass < KEYS / WARPS; pass++) {
     const int key = pass * WARPS + warp;
     const unsigned char *from = source[key];

@@ -809,22 +809,39 @@ def test_sparse_attn_flash_can_be_launched_again(device, hostile, judge):
 @pytest.mark.parametrize("splits", [1, 2], ids=lambda v: f"splits={v}")
 @pytest.mark.parametrize("d", [128, 512], ids=lambda v: f"d={v}")
 def test_sparse_attn_flash_reads_every_code_at_every_scale(d, splits, device, hostile, judge):
-    """One visible key a token and no sink: the output is the key, also where a scale is 2^-127, or so large that the quick way ends."""
+    """One visible key a token and no sink: the output is the key, also where a scale is 2^-127, or, in the last two keys, so large
+    that the quick way ends.
+    """
     codes = torch.arange(256).roll(3)
     codes[(codes & 0x7F) == 0x7F] = 0
-    scales = [0, 1, 60, 120, 134, 135, 200, 246]
+    small, all_scales = [0, 1, 60, 120, 134, 127, 3], [0, 1, 60, 120, 134, 135, 200, 246]
     blocks = (d - 64) // 64
     keys = Keys(d=d, r=64, h=16, window=1, slots=8, ratio=0, position=[0, 1, 2, 3], row=[0] * 4, lengths=[4])
     keys.q = torch.zeros_like(keys.q)
     keys.sink = torch.full((16,), -INF)
     want = torch.zeros(4, d - 64)
     for t in range(4):
-        scale = torch.tensor([scales[(2 * t + i) % 8] for i in range(blocks)])
+        scales = small if t < 2 else all_scales
+        scale = torch.tensor([scales[(2 * t + i) % len(scales)] for i in range(blocks)])
         code = codes.roll(-64 * t).repeat(2)[: d - 64]
         keys.ring[0, t, : d - 64], keys.ring[0, t, d + 64 : d + 64 + blocks] = code.to(U8), scale.to(U8)
         want[t] = (formats.decode_e4m3(code.to(U8)) * torch.exp2(scale.double() - 127).repeat_interleave(64)).bfloat16().float()
     out, _ = keys.run(device, hostile, splits=splits, variant="flash")
     judge("sparse_attn", f"flash, every code, d={d}, splits={splits}", out[..., : d - 64], exact=True, reference=lambda: want[:, None].expand(-1, 16, -1))
+
+
+@pytest.mark.parametrize("d", [128, 512], ids=lambda v: f"d={v}")
+def test_sparse_attn_flash_keeps_what_bf16_would_round_off_p(d, device, hostile, judge):
+    """Two opposite keys of nearly equal weight: the output is their difference, from a 200th to a 3rd of either."""
+    keys = Keys(d=d, r=64, h=9, window=2, slots=8, ratio=0, position=[1], row=[0], lengths=[2])
+    keys.ring[0, 1] = keys.ring[0, 0]
+    keys.ring[0, 1, : d - 64] ^= 0x80  # signs of e4m3 codes, and of bf16 in little-endian bytes
+    keys.ring[0, 1, d - 63 : d + 64 : 2] ^= 0x80
+    keys.values[0, 1] = -keys.values[0, 0]
+    length = keys.values[0, 0].norm()
+    keys.q[0] = (keys.values[0, 0] / length**2 * d**0.5 * torch.linspace(0.005, 0.35, 9)[:, None]).bfloat16()  # scores +- 0.005 to 0.35
+    keys.sink = torch.full((9,), -INF)
+    keys.judge(device, hostile, judge, f"opposite keys, d={d}, flash", variant="flash")
 
 
 def test_sparse_attn_flash_takes_a_code_of_nan_for_nan(device, hostile):

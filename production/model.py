@@ -31,7 +31,7 @@ from production.door import Choices, checked_choices, checked_tokens
 from production.graph import DECODING, EAGER, REPLAY, DecodeGraph
 from production.launch import Device, open_device
 from production.moe import MoE
-from production.variants import Plan, fitted, plan_of
+from production.variants import Plan, fitted, plan_of, with_p_bf16
 from production.weights import HyperWeights, LayerWeights, LoadAudit, ModelWeights, load_weights
 from production.workspace import Call, Step, Workspace
 from reference.checkpoint import Checkpoint
@@ -123,7 +123,7 @@ class State:
         for cache in self.cache.layers:
             entries = 0 if cache.entries is None else cache.entries.shape[1]
             visible = c.sliding_window + (min(c.index_topk, entries) if cache.keys is not None else entries)
-            splits = self.splits[cache.ratio] = ops.splits_for(visible)
+            splits = self.splits[cache.ratio] = ops.splits_for(visible, model.plan.decode.sparse_attn)
             heads = (batch, splits, c.num_attention_heads)
             if cache.ratio not in self.part_o:
                 self.part_o[cache.ratio] = torch.zeros(*heads, c.head_dim, dtype=torch.float32, device=device)
@@ -160,7 +160,7 @@ class Transformer:
     audit                   where each tensor of the checkpoint went
     """
 
-    policy = POLICY
+    policy = POLICY  # and p.bf16 where the plan rounds there
 
     def __init__(
         self,
@@ -175,6 +175,8 @@ class Transformer:
     ) -> None:
         self.config, self.weights, self.audit, self.device = config, weights, audit, device
         self.max_context, self.prefill_chunk, self.plan, self.decoding = max_context, prefill_chunk, fitted(plan, config), decoding
+        if self.plan.p_bf16:
+            self.policy = POLICY | {"p.bf16"}
         self.layers = tuple(range(len(weights.layers)))
         self.taps = Taps(points_of_model(config, self.layers))
         self.blocks = [Block(device, config, layer, weights.layers[layer]) for layer in self.layers]
@@ -442,6 +444,7 @@ def load(
     mma_sum: str = "fma_chain",
     variants: str | None = None,
     decoding: str = EAGER,
+    p_bf16: bool = False,
     **device_options: Any,
 ) -> Transformer:
     """Read a checkpoint, put its packed weights on the device and build the model.
@@ -451,6 +454,7 @@ def load(
     prefill_chunk   tokens of a row that go through the layers at once
     variants        plan of kernel variants: "portable", "fast", None: fast on sm_90a, else portable (production/variants.py)
     decoding        "eager", or "replay": decode steps from captured graphs (production/graph.py)
+    p_bf16          True: softmax weights are rounded to bf16 before they weigh the values, one more rounding point; fast variants only
     kernels_dir, checked, mma_sum, ...   of production.launch.open_device
     """
     checkpoint = Checkpoint(checkpoint_dir, layers)
@@ -465,4 +469,5 @@ def load(
         raise InputError(f"decoding={decoding!r}: expected {' or '.join(DECODING)}")
     opened = open_device(device, checked=checked, mma_sum=mma_sum, kernels_dir=None if kernels_dir is None else Path(kernels_dir), **device_options)
     weights, audit = load_weights(checkpoint, opened.torch_device)
-    return Transformer(checkpoint.config, weights, audit, opened, max_context, prefill_chunk, plan_of(variants, opened), decoding)
+    plan = fitted(plan_of(variants, opened), checkpoint.config)
+    return Transformer(checkpoint.config, weights, audit, opened, max_context, prefill_chunk, with_p_bf16(plan) if p_bf16 else plan, decoding)

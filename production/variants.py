@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from production.launch import Device
 from production.ops.indexer import FAST_DIM, prepared_heads
+from production.ops.sparse_attn import FLASH, flash_fits
 from reference.config import InputError, ModelConfig
 
 
@@ -40,12 +41,17 @@ class Plan:
     decode: Variants
     prefill: Variants
 
+    @property
+    def p_bf16(self) -> bool:
+        """Whether softmax weights are rounded to bf16 before they weigh the values: the rounding point p.bf16."""
+        return any(FLASH.get(v.sparse_attn or "") == 1 for v in (self.decode, self.prefill))
+
 
 PORTABLE = Plan("portable", decode=Variants(linear="thin", experts="thin"), prefill=Variants(linear="mma", experts="mma"))
 FAST = Plan(
     "fast",
-    decode=Variants(linear="thin", experts="thin", topk="stream", indexer_score="int8"),
-    prefill=Variants(linear="mma", experts="mma", topk="stream", indexer_score="int8_tiles"),
+    decode=Variants(linear="thin", experts="thin", topk="stream", indexer_score="int8", sparse_attn="flash"),
+    prefill=Variants(linear="mma", experts="mma", topk="stream", indexer_score="int8_tiles", sparse_attn="flash"),
 )
 PLANS = {plan.name: plan for plan in (PORTABLE, FAST)}
 
@@ -60,12 +66,25 @@ def plan_of(name: str | None, device: Device) -> Plan:
 
 
 def fitted(plan: Plan, config: ModelConfig) -> Plan:
-    """The plan for a model of these shapes: scores of other keys than those of 128 dims, or of too many heads, by `entries`."""
-    if config.index_head_dim == FAST_DIM and prepared_heads(config.index_n_heads) is not None:
-        return plan
+    """The plan for a model of these shapes: scores of other keys than those of 128 dims, or of too many heads, by `entries`; attention
+    of heads that `flash` is not built for by the wrapper's own choice.
+    """
+    integers = config.index_head_dim == FAST_DIM and prepared_heads(config.index_n_heads) is not None
+    flash = flash_fits(config.head_dim, config.qk_rope_head_dim)
 
     def fit(variants: Variants) -> Variants:
-        integers = variants.indexer_score is not None and variants.indexer_score.startswith("int8")
-        return replace(variants, indexer_score="entries") if integers else variants
+        if not integers and variants.indexer_score is not None and variants.indexer_score.startswith("int8"):
+            variants = replace(variants, indexer_score="entries")
+        if not flash and variants.sparse_attn in FLASH:
+            variants = replace(variants, sparse_attn=None)
+        return variants
 
     return replace(plan, decode=fit(plan.decode), prefill=fit(plan.prefill))
+
+
+def with_p_bf16(plan: Plan) -> Plan:
+    """The plan with softmax weights rounded to bf16 in both phases. Raises InputError where a phase has no such variant."""
+    for phase, variants in (("decode", plan.decode), ("prefill", plan.prefill)):
+        if variants.sparse_attn not in FLASH:
+            raise InputError(f"p_bf16: {phase} attention of the {plan.name} variants, {variants.sparse_attn or 'the default'}, keeps p exact; flash can round it")
+    return replace(plan, decode=replace(plan.decode, sparse_attn="flash_p_bf16"), prefill=replace(plan.prefill, sparse_attn="flash_p_bf16"))

@@ -39,6 +39,13 @@ WIDE: Check = (checks.test_sparse_attn_at_the_edges, {"source": "window only", "
 TENSOR_CORES: Check = (checks.test_sparse_attn_at_the_edges, {"source": "CSA list", "shape": "17 heads, d=70", "way": "mma"})
 HOLES: Check = (checks.test_sparse_attn_skips_holes_in_the_list, {"way": "7 splits"})
 SINK: Check = (checks.test_sparse_attn_counts_the_sink_once, {"splits": 7, "sink": 10.0})
+FLASH: Check = (checks.test_sparse_attn_at_the_edges, {"source": "HCA all", "shape": "tiny", "way": "flash"})
+FLASH_WIDE: Check = (checks.test_sparse_attn_at_the_edges, {"source": "CSA list", "shape": "published width", "way": "flash, 2 splits"})
+FLASH_HOLES: Check = (checks.test_sparse_attn_skips_holes_in_the_list, {"way": "flash, 7 splits, one launch"})
+FLASH_SINK: Check = (checks.test_sparse_attn_flash_counts_the_sink_once, {"splits": 7, "sink": 10.0, "merged": False})
+FLASH_BLOCKS: Check = (checks.test_sparse_attn_flash_does_not_depend_on_who_shares_a_block, {"splits": 3, "variant": "flash"})
+FLASH_P: Check = (checks.test_sparse_attn_flash_keeps_what_bf16_would_round_off_p, {"d": 128})
+FLASH_CODES: Check = (checks.test_sparse_attn_flash_reads_every_code_at_every_scale, {"d": 512, "splits": 1})
 HC_PRE: Check = (checks.test_hc_pre_normalises_columns_last, HC)
 HC_EPS: Check = (checks.test_hc_pre_normalises_columns_last, {**HC, "iters": 3, "hc_eps": 0.03, "norm_eps": 0.5})
 HC_POST: Check = (checks.test_hc_post_sums_over_the_first_axis_of_comb, {"n": 4, "D": 256})
@@ -60,6 +67,11 @@ CLEAN: dict[str, Check] = {
     "attention, splits": HOLES,
     "attention, mma": TENSOR_CORES,
     "attention, mma and splits": (checks.test_sparse_attn_skips_holes_in_the_list, {"way": "mma, 7 splits"}),
+    "attention, flash": FLASH,
+    "attention, flash and splits": FLASH_WIDE,
+    "attention, flash in one launch": FLASH_HOLES,
+    "attention, flash in blocks of 16, 32 and 64 heads": FLASH_BLOCKS,
+    "attention, flash, every code": FLASH_CODES,
     "attention naive": (checks.test_sparse_attn_at_the_end_of_the_longest_context, {"way": "naive"}),
     "hc_pre": (checks.test_hc_pre_normalises_columns_last, {**HC, "n": 3, "D": 100}),
     "hc_pre naive": (checks.test_hc_pre_normalises_columns_last, {**HC, "n": 2, "D": 161, "variant": "naive"}),
@@ -84,10 +96,19 @@ def test_kernels_are_clean_under_the_memory_checker_in_random_order(check: Check
 MUTATIONS: dict[str, tuple[str, str, str, Check]] = {
     "decode sees one key less": ("sparse_attn.cu", "oldest_in_decode = max(0, p - window + 1)", "oldest_in_decode = max(0, p - window + 2)", DECODE),
     "sink counted per split": ("sparse_attn.cu", "denominator += ml[1] * exp_below(ml[0], largest);", "denominator += ml[1] * exp_below(ml[0], largest) + (s ? exp_below(sink[h], largest) : 0.f);", SINK),
-    "a group is seen before it is complete": ("sparse_attn.cu", "min((p + 1) / ratio, capacity)", "min((p + ratio) / ratio, capacity)", HOLES),
+    "a group is seen before it is complete": ("sparse_attn_keys.cuh", "min((p + 1) / ratio, capacity)", "min((p + ratio) / ratio, capacity)", HOLES),
     "sum not rescaled with the maximum": ("sparse_attn.cu", "s.sum[tid] = s.sum[tid] * s.rescale[tid] + added;", "s.sum[tid] = s.sum[tid] + added;", PREFILL),
     "sink of the first head for all": ("sparse_attn.cu", "exp_below(sink[head0 + h], with_sink)", "exp_below(sink[head0], with_sink)", PREFILL),
     "the leading part of p is lost": ("sparse_attn.cu", "for (int part = 2; part >= 0; part--)", "for (int part = 2; part > 0; part--)", TENSOR_CORES),
+    "flash: sink counted per split": ("sparse_attn_flash.cuh", "denominator += l[s * stride] * share;", "denominator += l[s * stride] * share + (s ? exp_below(sink, largest) : 0.f);", FLASH_SINK),
+    "flash: sums not rescaled with the maximum": ("sparse_attn_flash.cuh", "if (__any_sync(FULL_MASK, upper != 1.f || lower != 1.f))", "if (tile < 0)", FLASH),
+    "flash: the second part of p is lost": ("sparse_attn_flash.cuh", "x[2 * j] -= bf16_low(pair), x[2 * j + 1] -= bf16_high(pair);", "x[2 * j] = x[2 * j + 1] = 0.f;", FLASH_P),
+    "flash: the second half of the dims is lost": ("sparse_attn_flash.cuh", "(a.x + b.x) * scale", "a.x * scale", FLASH),
+    "flash: a tile's keys are those of the tile before": ("sparse_attn_flash.cuh", "seen + slot * 2, a.scale", "seen + (slot ^ 1) * 2, a.scale", FLASH_HOLES),
+    "flash: sinks of the first block for all": ("sparse_attn_flash.cuh", "l + threadIdx.x, HEADS, used, a.sink[head0 + threadIdx.x]", "l + threadIdx.x, HEADS, used, a.sink[threadIdx.x]", FLASH_BLOCKS),
+    "flash: scales of the first four blocks for all": ("sparse_attn_flash.cuh", "(block < 4 ? scales.x : scales.y)", "scales.x", FLASH_CODES),
+    "flash: large scales go the quick way": ("sparse_attn_flash.cuh", "+ 0x79797979u & word", "& 0u", FLASH_CODES),
+    "flash: a counter is left behind": ("sparse_attn_flash.cuh", "if (*last) *counter = 0;", "", FLASH_HOLES),
     "scale of another block": ("entry.cuh", "entry[entry_scales(d, r) + part]", "entry[entry_scales(d, r) + part / 2]", WIDE),
     "scale one up at an exact power": ("common.cuh", "(bits & 0x7fffffu) > 0x600000u", "(bits & 0x7fffffu) >= 0x600000u", STORE_512),
     "e2m1 tie away from even": ("common.cuh", "(magnitude > .25f)", "(magnitude >= .25f)", HADAMARD),

@@ -636,3 +636,24 @@ def test_a_million_tokens_are_checked_in_a_moment() -> None:
     began = time.process_time()
     checked_tokens(config, tokens, 1, None)
     assert time.process_time() - began < 2.0
+
+
+def test_softmax_weights_can_be_rounded_to_bf16() -> None:
+    """One more rounding point, in both phases, by a kernel of its own; the portable variants have none."""
+    tokens = torch.tensor([prompt(150, 256)])
+    seen: dict[bool, Tensor] = {}
+    wanted: dict[bool, Tensor] = {}
+    for p_bf16 in (False, True):
+        model = production.load(TINY, layers=range(4), max_context=400, variants="fast", p_bf16=p_bf16)
+        assert model.policy == POLICY | ({"p.bf16"} if p_bf16 else set())
+        ref = reference.model.load(TINY, policy=model.policy, layers=range(4), max_context=400)
+        for run, values in ((model, seen), (ref, wanted)):
+            state = run.new_state(1)
+            run.prefill(tokens, state)
+            values[p_bf16] = run.decode(tokens[:, 0], state)
+        ran = {kernel for source, kernel, *_ in model.kernels() if source == "sparse_attn_decode"}
+        assert ran == {f"flash_128_h16_p{1 if p_bf16 else 2}", "sparse_attn_combine"}
+        assert (seen[p_bf16] - wanted[p_bf16]).norm() < WORST_LIMIT * wanted[p_bf16].norm()
+    assert not torch.equal(seen[False], seen[True])
+    with pytest.raises(InputError, match="keeps p exact"):
+        production.load(TINY, layers=range(1), variants="portable", p_bf16=True)

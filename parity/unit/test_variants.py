@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from production.variants import FAST, PLANS, PORTABLE, fitted, plan_of
+from production.variants import FAST, PLANS, PORTABLE, fitted, plan_of, with_p_bf16
 from reference.config import InputError
 
 
@@ -32,7 +32,24 @@ def test_an_unknown_plan_is_bad_input():
 
 @pytest.mark.parametrize(("heads", "width", "takes"), [(64, 128, True), (8, 128, True), (65, 128, False), (64, 64, False), (64, 256, False)])
 def test_index_scores_by_integers_are_for_keys_of_128_and_64_heads_at_most(heads, width, takes):
-    config: Any = SimpleNamespace(index_n_heads=heads, index_head_dim=width)
+    config: Any = SimpleNamespace(index_n_heads=heads, index_head_dim=width, head_dim=512, qk_rope_head_dim=64)
     plan = fitted(FAST, config)
     assert (plan.decode.indexer_score, plan.prefill.indexer_score) == (("int8", "int8_tiles") if takes else ("entries", "entries"))
     assert fitted(PORTABLE, config) == PORTABLE
+
+
+@pytest.mark.parametrize(("width", "rotary", "takes"), [(512, 64, True), (128, 64, True), (96, 32, False), (512, 32, False), (256, 64, False)])
+def test_flash_attention_is_for_the_widths_it_is_built_for(width, rotary, takes):
+    config: Any = SimpleNamespace(index_n_heads=64, index_head_dim=128, head_dim=width, qk_rope_head_dim=rotary)
+    plan = fitted(FAST, config)
+    assert (plan.decode.sparse_attn, plan.prefill.sparse_attn) == (("flash", "flash") if takes else (None, None))
+    assert fitted(PORTABLE, config) == PORTABLE
+
+
+def test_softmax_weights_are_rounded_in_both_phases_or_not_at_all():
+    rounding = with_p_bf16(FAST)
+    assert (rounding.decode.sparse_attn, rounding.prefill.sparse_attn) == ("flash_p_bf16", "flash_p_bf16")
+    assert (FAST.p_bf16, PORTABLE.p_bf16, rounding.p_bf16) == (False, False, True)
+    assert (rounding.decode.topk, rounding.prefill.linear) == (FAST.decode.topk, FAST.prefill.linear)
+    with pytest.raises(InputError, match="p_bf16: decode attention of the portable variants, the default, keeps p exact"):
+        with_p_bf16(PORTABLE)

@@ -43,6 +43,11 @@ def splits_for(max_keys: int, variant: str | None = None) -> int:
     return max(1, min(MAX_SPLITS, _ceil(max_keys, SPLIT_KEYS)))
 
 
+def flash_fits(d: int, r: int) -> bool:
+    """Whether flash is built for heads of d dims, r of them rotary."""
+    return d in FLASH_HEADS and r == FLASH_ROTARY
+
+
 def merge_counters(T: int, h: int) -> int:
     """Elements of `done` for T tokens of h heads."""
     return T * _ceil(h, min(FLASH_HEADS[512]))
@@ -107,7 +112,7 @@ def sparse_attn(
     which = _choose(name, variant, "mma" if h >= MMA_HEADS else "tile", ("naive", "tile", "mma", *FLASH))
     _need(which in FLASH or (done is None and heads_per_block is None), name, f"done and heads_per_block are for {', '.join(FLASH)}, not {which}")
     if which in FLASH:
-        _need(d in FLASH_HEADS and r == FLASH_ROTARY, name, f"{which} is built for d in {list(FLASH_HEADS)} and r = {FLASH_ROTARY}, not d = {d}, r = {r}")
+        _need(flash_fits(d, r), name, f"{which} is built for d in {list(FLASH_HEADS)} and r = {FLASH_ROTARY}, not d = {d}, r = {r}")
         _need(splits <= MAX_SPLITS, name, f"{splits} splits, {which} takes at most {MAX_SPLITS}")
     if not T:
         return
