@@ -43,7 +43,8 @@ def packed_codes(codes: Tensor) -> Tensor:
 def values_of(codes: Tensor, scales: Tensor, dtype: torch.dtype = F64) -> Tensor:
     """codes [..., 128] and scale bytes [..., 4] as numbers; byte 255 is NaN."""
     size = torch.exp2(scales.double() - 127).masked_fill(scales == 255, torch.nan)
-    return (CODES.double()[codes].unflatten(-1, (-1, 32)) * size[..., None]).flatten(-2).to(dtype)
+    values: Tensor = CODES.double()[codes].unflatten(-1, (-1, 32)) * size[..., None]
+    return values.flatten(-2).to(dtype)
 
 
 class World:
@@ -68,7 +69,8 @@ class World:
             hostile.packed(self.position[only]), hostile.packed(self.row[only]), score, 4, variant=variant, scratch=scratch,
         )  # fmt: skip
         hostile.check_guards()
-        return score.cpu()
+        written: Tensor = score.cpu()
+        return written
 
     def seen(self, E: int) -> Tensor:
         complete = ((self.position + 1) // 4).clamp_max(self.key_codes.shape[1])
