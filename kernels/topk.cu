@@ -477,13 +477,14 @@ topk_by_streams(const float *score, const int *position, int *selected, int *cou
       list[4 + i] = __float_as_int(score_of(s.keys[i]));
       list[4 + capacity + i] = s.entries[i];
     }
-    __threadfence();
     __syncthreads();
-    if (tid == 0) shared.last = atomicAdd(&counters[token], 1) == active - 1;
-    __syncthreads();
+    if (tid == 0) {
+      __threadfence();  // the whole list is seen by who sees the counter
+      shared.last = atomicAdd(&counters[token], 1) == active - 1;
+      if (shared.last) counters[token] = 0;
+    }
+    __syncthreads();  // lists are read past the L1
     if (!shared.last) return;
-    if (tid == 0) counters[token] = 0;
-    __threadfence();  // the lists of the others are read after the counter
     if (s.warp == 0) {
       const int *its_list = lists + s.lane * list_size;
       const int its_count = s.lane < active ? __ldcg(its_list) : 0, inclusive = inclusive_in_warp(ceil_div(its_count, 4));
