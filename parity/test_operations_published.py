@@ -10,14 +10,18 @@ sums. Collected with --device cuda; on the CPU only by name, and there without t
 
     pytest parity/test_operations_published.py --device cuda -k "sparse_attn and pro"
 
-A new variant of a wrapper must be added to VARIANTS: parity/unit/test_published.py compares.
+Variants are those that the wrappers accept, so that a new one is judged too; parity/unit/test_published.py says which operation
+has no test here.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +46,21 @@ ORDERS = (1, 3)
 LAST = 1_048_575
 INF = float("inf")
 
-# What each wrapper can be asked for.
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "rms_norm": ("naive", "group", "warp", "block"),
-    "act_quant": ("naive", "group"),
-    "linear_fp8": ("naive", "thin", "mma"),
-    "linear_bf16": ("naive", "thin", "mma"),
-    "gate_choose": ("naive", "warp"),
-    "experts_up": ("naive", "thin", "mma"),
-    "experts_down": ("naive", "thin", "mma"),
-    "hadamard_e2m1": ("naive", "butterfly"),
-    "indexer_score": ("naive", "entries", "mma"),
-    "topk": ("naive", "radix"),
-    "sparse_attn": ("naive", "tile", "mma"),
-    "hc_pre": ("naive", "block"),
-}
+def known_variants() -> dict[str, tuple[str, ...]]:
+    """operation -> the variants that its wrapper accepts: the last argument of its call of `choose`, read from its source."""
+    found: dict[str, tuple[str, ...]] = {}
+    for path in sorted(Path(str(ops.__file__)).parent.glob("*.py")):
+        module = importlib.import_module("production.ops" if path.stem == "__init__" else f"production.ops.{path.stem}")
+        for function in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)):
+            for call in (node for node in ast.walk(function) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "_choose"):
+                names = eval(compile(ast.Expression(call.args[3]), str(path), "eval"), vars(module))
+                for operation in SHARED.get(function.name, (function.name,)):
+                    found[operation] = tuple(names)
+    return found
+
+
+SHARED = {"_experts": ("experts_up", "experts_down")}  # wrappers that choose in a function they share
+VARIANTS = known_variants()  # a new one is judged here from its first day
 # Operations that are judged at these sizes in another file.
 ELSEWHERE = {
     "store_window": "test_operations_attention.py, d=512; test_operations_long_context.py",
@@ -91,8 +95,10 @@ def of(operation: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 class World:
     """A published model's sizes, and inputs on the device; what several tests need is made once."""
 
-    def __init__(self, name: str, device: Any) -> None:
-        self.name, self.c, self.device, self.at = name, ModelConfig.from_dir(PRESETS / name), device, device.torch_device
+    def __init__(self, name: str, device: Any, **sizes: Any) -> None:
+        """sizes  config values that take the place of the published ones."""
+        self.name, self.device, self.at = name, device, device.torch_device
+        self.c = replace(ModelConfig.from_dir(PRESETS / name), **sizes)
         self.kept: dict[Any, Any] = {}
 
     def rng(self, seed: int) -> torch.Generator:
@@ -378,8 +384,8 @@ def fp4_experts(world: World, name: str, rows: int, K: int, seed: int) -> tuple[
     return found
 
 
-def by_expert(world: World, key: Any, x: Tensor, experts: Tensor, weight: Tensor, scale: Tensor) -> dict[int, Tensor]:
-    """order -> [T, k, rows], NaN where there is no expert; each expert's weights are decoded once. x [T, k, K]."""
+def by_expert(world: World, key: Any, order: int, x: Tensor, experts: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """[T, k, rows] in one order of sums, NaN where there is no expert; each expert's weights are decoded once. x [T, k, K]."""
 
     def make() -> dict[int, Tensor]:
         out = {order: torch.full((*experts.shape, weight.shape[1]), torch.nan, device=world.at) for order in (0, *ORDERS)}
@@ -390,9 +396,8 @@ def by_expert(world: World, key: Any, x: Tensor, experts: Tensor, weight: Tensor
                     found[at] = Sums(order).linear(x[at].float(), w)
         return out
 
-    with on(world):
-        found: dict[int, Tensor] = world.keep(key, make)
-    return found
+    found: dict[int, Tensor] = world.keep(key, make)
+    return found[order]
 
 
 @of("experts_up")
@@ -409,8 +414,8 @@ def test_experts_up(world, T, variant, device, hostile, compare):
         ops.experts_up(device, x, hostile.packed(experts), w1, s1, w3, s3, gate, up, variant=variant, scratch=scratch)
     real, slots = experts >= 0, x[:, None].expand(-1, k, -1)
     for name, got, w, s in (("w1", gate, w1, s1), ("w3", up, w3, s3)):
-        wanted = by_expert(world, ("up", name, T), slots, experts, w, s)
-        compare("experts_up", f"{name}, {variant}, {T} x {k} of {E}", got[real], lambda sums, wanted=wanted: wanted[sums.order][real], rounded=True)
+        compute = lambda sums, name=name, w=w, s=s: by_expert(world, ("up", name, T), sums.order, slots, experts, w, s)[real]  # noqa: E731
+        compare("experts_up", f"{name}, {variant}, {T} x {k} of {E}", got[real], compute, rounded=True)
         assert got[~real].isnan().all(), "a slot without an expert was written"
 
 
@@ -425,8 +430,8 @@ def test_experts_down(world, T, variant, device, hostile, compare):
     out, scratch = hostile.poisoned((T, k, D), BF16), hostile.poisoned((ops.experts_scratch(T, k, E),), I32)
     with where_it_runs(world):
         ops.experts_down(device, h, hostile.packed(experts), w2, s2, out, variant=variant, scratch=scratch)
-    real, wanted = experts >= 0, by_expert(world, ("down", T), h, experts, w2, s2)
-    compare("experts_down", f"{variant}, {T} x {k} of {E}", out[real], lambda sums: wanted[sums.order][real], rounded=True)
+    real = experts >= 0
+    compare("experts_down", f"{variant}, {T} x {k} of {E}", out[real], lambda sums: by_expert(world, ("down", T), sums.order, h, experts, w2, s2)[real], rounded=True)
     assert out[~real].isnan().all(), "a slot without an expert was written"
 
 
@@ -502,7 +507,8 @@ def test_indexer_score(world, T, variant, device, hostile, judge, compare, equal
     score = hostile.poisoned((T, E), F32)
     q, keys, scales, weights = (hostile.strided(w[name]) for name in ("q", "keys", "scales", "weights"))
     with where_it_runs(world):
-        ops.indexer_score(device, q, weights, keys, scales, hostile.packed(w["position"]), hostile.packed(w["row"]), score, 4, variant=variant)
+        scratch = hostile.poisoned((ops.indexer_scratch(T, q.shape[1]),), U8)
+        ops.indexer_score(device, q, weights, keys, scales, hostile.packed(w["position"]), hostile.packed(w["row"]), score, 4, variant=variant, scratch=scratch)
     complete = ((w["position"] + 1) // 4).clamp_max(E)
     seen, real = torch.arange(E, device=world.at) < complete[:, None], w["position"] >= 0
 
@@ -517,11 +523,9 @@ def test_indexer_score(world, T, variant, device, hostile, judge, compare, equal
                 all_of_them[t, :n] = sums.sum(w["weights"][t] * dots.relu(), -1)
         return found
 
-    with on(world):
-        wanted = world.keep(("scores", T), every)
     case = f"{variant}, {T} queries, {E} entries"
     equal("indexer_score", f"{case}: who is seen", torch.isneginf(score[real]), lambda: ~seen[real])
-    compare("indexer_score", case, score.masked_fill(~seen, 0.0)[real], lambda sums: wanted[sums.order][real], rounded=False)
+    compare("indexer_score", case, score.masked_fill(~seen, 0.0)[real], lambda sums: world.keep(("scores", T), every)[sums.order][real], rounded=False)
     assert score[~real].isnan().all(), "a pad's scores were written"
 
 
@@ -539,8 +543,10 @@ def test_topk(kind, world, T, variant, device, hostile, equal):
     score = {"random": score, "ties": (score * 2).round() / 2 + 0.0, "all equal": torch.full_like(score, -0.25)}[kind]
     score = torch.where(torch.arange(E, device=world.at) < seen[:, None], score, torch.nan)
     selected = hostile.poisoned((T, k), I32).fill_(-7)
+    counters, scratch = hostile.poisoned((T,), I32).zero_(), hostile.poisoned((ops.topk_scratch(k, E),), I32)
     with where_it_runs(world):
-        ops.topk(device, hostile.strided(score), hostile.packed(position), selected, 4, variant=variant)
+        ops.topk(device, hostile.strided(score), hostile.packed(position), selected, 4, variant=variant, counters=counters, scratch=scratch)
+    assert not counters.any(), "a counter was left behind"
     equal("topk", f"{variant}, {kind}, {T} x {E}, k {k}", selected, lambda: ref.top_entries(score.nan_to_num(-INF, neginf=-INF), k).to(I32))
 
 
@@ -591,7 +597,7 @@ class Attending:
         self.q = world.normal(T, self.h, self.d, seed=59).bfloat16()
         self.sink = world.normal(self.h, seed=60)
         self.sink[:4] = torch.tensor([-INF, INF, -1e4, 1e4])
-        self.wanted: dict[int, Tensor] = {}
+        self.wanted: dict[tuple[int, bool], Tensor] = {}
         self.window = c.sliding_window
 
     def keys_of(self, t: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -606,16 +612,17 @@ class Attending:
         keys = self.window_values[i, at % WINDOW_SLOTS]
         return (torch.cat((keys, self.entry_values[i, entries])) if self.ratio else keys), at, entries
 
-    def compute(self, sums: Sums) -> Tensor:
-        """[real tokens, h, d], a query at a time: there is no other place where the keys are written out."""
-        if sums.order not in self.wanted:
+    def compute(self, sums: Sums, p_bf16: bool) -> Tensor:
+        """[real tokens, h, d], a query at a time: there is no other place where the keys are written out. p_bf16: the rounding point p.bf16."""
+        if (sums.order, p_bf16) not in self.wanted:
+            round_p = formats.round_bf16 if p_bf16 else (lambda p: p)
             rows = []
             for t in (self.position >= 0).nonzero().flatten().tolist():
                 keys, _, _ = self.keys_of(t)
                 valid = torch.ones(1, 1, len(keys), dtype=torch.bool)
-                rows.append(ref.sparse_attention(self.q[t].float()[None, None], keys[None, None], valid, self.sink, sums)[0, 0])
-            self.wanted[sums.order] = torch.stack(rows)
-        return self.wanted[sums.order]
+                rows.append(ref.sparse_attention(self.q[t].float()[None, None], keys[None, None], valid, self.sink, sums, round_p)[0, 0])
+            self.wanted[sums.order, p_bf16] = torch.stack(rows)
+        return self.wanted[sums.order, p_bf16]
 
     def visible(self) -> Tensor:
         width = self.window + (0 if not self.ratio else self.capacity if self.selected is None else self.selected.shape[1])
@@ -629,20 +636,25 @@ class Attending:
 @of("sparse_attn")
 @pytest.mark.parametrize("kind", ["window", "CSA", "HCA"])
 def test_sparse_attn(kind, world, T, variant, device, hostile, compare, equal):
+    """Up to 3 queries are a decode step: the keys in as many splits as a model takes, merged by a second launch, and by the last block."""
     keys: Attending = world.keep(("attention", kind, T), lambda: Attending(world, kind, T))
     h, d = keys.h, keys.d
     width = keys.window + (0 if not keys.ratio else keys.capacity if keys.selected is None else keys.selected.shape[1])
-    out, visible = hostile.poisoned((T, h, d), BF16), hostile.poisoned((T, width), I32).fill_(-7)
-    splits = ops.splits_for(width) if keys.decode and variant != "naive" else 1
-    part_o, part_ml = (hostile.poisoned((T, splits, h, d), F32), hostile.poisoned((T, splits, h, 2), F32)) if splits > 1 else (None, None)
-    entries, selected = (None if x is None else hostile.strided(x) for x in (keys.entries, keys.selected))
-    with where_it_runs(world):
-        ops.sparse_attn(device, hostile.strided(keys.q), hostile.strided(keys.ring), hostile.strided(keys.ring_position), entries, selected, hostile.packed(keys.position),
-                        hostile.packed(keys.row), hostile.packed(keys.sink), out, keys.window, keys.ratio, splits, part_o, part_ml, visible, variant)  # fmt: skip
-    real, case = keys.position >= 0, f"{kind}, {variant}, {T} queries of {h} heads, {splits} splits"
-    equal("sparse_attn", f"{case}: keys seen", visible[real], keys.visible)
-    compare("sparse_attn", case, out[real], keys.compute, rounded=True)
-    assert out[~real].isnan().all(), "a pad's output was written"
+    splits = ops.splits_for(width, variant) if keys.decode and variant != "naive" else 1
+    real, rounds = keys.position >= 0, variant.endswith("p_bf16")
+    for merged in (False, True) if splits > 1 and variant.startswith("flash") else (False,):
+        out, visible = hostile.poisoned((T, h, d), BF16), hostile.poisoned((T, width), I32).fill_(-7)
+        part_o, part_ml = (hostile.poisoned((T, splits, h, d), F32), hostile.poisoned((T, splits, h, 2), F32)) if splits > 1 else (None, None)
+        done = hostile.poisoned((ops.merge_counters(T, h),), I32).zero_() if merged else None
+        entries, selected = (None if x is None else hostile.strided(x) for x in (keys.entries, keys.selected))
+        with where_it_runs(world):
+            ops.sparse_attn(device, hostile.strided(keys.q), hostile.strided(keys.ring), hostile.strided(keys.ring_position), entries, selected, hostile.packed(keys.position),
+                            hostile.packed(keys.row), hostile.packed(keys.sink), out, keys.window, keys.ratio, splits, part_o, part_ml, visible, variant, done=done)  # fmt: skip
+        case = f"{kind}, {variant}, {T} queries of {h} heads, {splits} splits{' merged in one launch' if merged else ''}"
+        equal("sparse_attn", f"{case}: keys seen", visible[real], keys.visible)
+        compare("sparse_attn", case, out[real], functools.partial(keys.compute, p_bf16=rounds), rounded=True)
+        assert out[~real].isnan().all(), "a pad's output was written"
+        assert done is None or not done.any(), "a counter was left behind"
 
 
 # ---- hyper-connections ----

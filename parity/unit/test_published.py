@@ -1,41 +1,36 @@
-"""The checks at published sizes leave out no operation and no variant: what the wrappers know is read from their source."""
+"""The checks at published sizes leave out no operation and no variant; what the wrappers know is read from their source."""
 
 from __future__ import annotations
 
 import ast
-import importlib
+import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from parity import test_operations_published as published
 from production import ops
+from production.launch import KernelError
 
 ROOT = Path(__file__).resolve().parents[2]
-WRAPPERS = sorted((ROOT / "production" / "ops").glob("*.py"))
-# Wrappers that choose in a function they share.
-SHARED = {"_experts": ("experts_up", "experts_down")}
 
 
-def known_variants() -> dict[str, tuple[str, ...]]:
-    """operation -> the variants that its wrapper accepts: the last argument of its call of `_choose`."""
-    found: dict[str, tuple[str, ...]] = {}
-    for path in WRAPPERS:
-        module = importlib.import_module(f"production.ops.{path.stem}" if path.stem != "__init__" else "production.ops")
-        for function in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(function, ast.FunctionDef):
-                continue
-            for call in ast.walk(function):
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "_choose":
-                    known = call.args[3]
-                    names = getattr(module, known.id) if isinstance(known, ast.Name) else ast.literal_eval(known)
-                    for operation in SHARED.get(function.name, (function.name,)):
-                        found[operation] = tuple(names)
-    return found
+def test_every_wrapper_with_variants_has_a_test_that_runs_them_all():
+    found = published.known_variants()
+    assert found == published.VARIANTS
+    assert {"linear_fp8", "experts_up", "sparse_attn", "topk", "indexer_score"} <= set(found)
+    assert all(len(names) > 1 and "naive" in names for names in found.values())
+    with_variants = {name for name in ops.__all__ if "variant" in inspect.signature(getattr(ops, name)).parameters and name != "splits_for"}
+    assert with_variants == set(found), "a wrapper has a variant argument and does not choose by `_choose`"
+    assert {test.operation for _, test in inspect.getmembers(published, inspect.isfunction) if hasattr(test, "operation")} == set(found)
 
 
-def test_every_variant_of_every_wrapper_is_run_at_published_sizes():
-    assert known_variants() == published.VARIANTS, "a variant was added or removed: parity/test_operations_published.py, VARIANTS"
+def test_known_variants_are_those_that_the_wrapper_names_when_it_refuses():
+    device: Any = None
+    with pytest.raises(KernelError, match=r"it has " + ", ".join(published.VARIANTS["act_quant"])):
+        ops.act_quant(device, torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(1, 128, dtype=torch.bfloat16), variant="?")
 
 
 def calls_of(source: str) -> set[str]:
@@ -50,7 +45,7 @@ def calls_of(source: str) -> set[str]:
 def test_every_operation_is_run_at_published_sizes_here_or_elsewhere():
     source = Path(str(published.__file__)).read_text()
     pooled = calls_of((ROOT / "parity" / "test_operations_attention.py").read_text()) & {"compressor_prefill", "compressor_step"}  # by its class Pooling
-    wrappers = {name for name in ops.__all__ if name not in ("entry_bytes", "experts_scratch", "splits_for")}
+    wrappers = {name for name in ops.__all__ if "dev" in inspect.signature(getattr(ops, name)).parameters}
     assert wrappers - calls_of(source) - pooled == set(published.ELSEWHERE)
     for name, where in published.ELSEWHERE.items():
         assert f"def test_{name}" in "".join(path.read_text() for path in (ROOT / "parity").glob("test_operations_*.py")) or name in ("token_positions", "advance"), where
