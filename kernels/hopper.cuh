@@ -166,6 +166,12 @@ template <int COUNT> __device__ __forceinline__ void wgmma_keep(float (&d)[COUNT
   for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
 #endif
 }
+template <int COUNT> __device__ __forceinline__ void wgmma_keep(int (&d)[COUNT]) {
+#ifndef CUDA_ON_CPU
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(d[i])::"memory");
+#endif
+}
 template <int COUNT> __device__ __forceinline__ void wgmma_keep(unsigned (&a)[COUNT][4]) {
 #ifndef CUDA_ON_CPU
 #pragma unroll
@@ -181,6 +187,8 @@ template <int COUNT> __device__ __forceinline__ void wgmma_keep(unsigned (&a)[CO
 #define HOPPER_32(d, i) HOPPER_16(d, i), HOPPER_16(d, i + 16)
 #define HOPPER_64(d, i) HOPPER_32(d, i), HOPPER_32(d, i + 32)
 #define HOPPER_128(d, i) HOPPER_64(d, i), HOPPER_64(d, i + 64)
+#define HOPPER_INT_8(d, i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), "+r"(d[i + 7])
+#define HOPPER_INT_32(d) HOPPER_INT_8(d, 0), HOPPER_INT_8(d, 8), HOPPER_INT_8(d, 16), HOPPER_INT_8(d, 24)
 #define HOPPER_D32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define HOPPER_D64 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
@@ -247,6 +255,20 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const unsigned (&a)[
 #endif
 }
 
+// D [64 x 64] s32 += A [64 x 32] B [32 x 64], signed bytes, exact. A from registers, four bytes where the fragments above have two bf16:
+// a[0] A[16w + g][4t..4t+3], a[1] of row 16w + g + 8, a[2] and a[3] the same at 4t+16... B from shared memory, K-major: a row of
+// 128 bytes is 128 k of one n, a step of 32 k is 32 bytes further.
+__device__ __forceinline__ void wgmma_rs_s8(int (&d)[32], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+#ifdef CUDA_ON_CPU
+  hopper_emulation::issue_integers(d, a, b, accumulate);
+#else
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" HOPPER_D32 "}, {%32, %33, %34, %35}, %36, p;\n}\n"
+               : HOPPER_INT_32(d)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate));
+#endif
+}
+
 // ---- small arithmetic ----
 
 // 2^x to 2 units in the last place; results below 2^-126 are zero.
@@ -258,6 +280,23 @@ __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
   return y;
+#endif
+}
+
+// Two bf16 in a word.
+__device__ __forceinline__ unsigned pack_bf16_pair(float low, float high) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const unsigned *>(&both);
+}
+
+// a b of two bf16 each, one rounding, denormals kept.
+__device__ __forceinline__ unsigned multiply_bf16_pairs(unsigned a, unsigned b) {
+#ifdef CUDA_ON_CPU
+  return pack_bf16_pair(bf16_low(a) * bf16_low(b), bf16_high(a) * bf16_high(b));  // the products are exact in fp32
+#else
+  unsigned product;
+  asm("mul.rn.bf16x2 %0, %1, %2;\n" : "=r"(product) : "r"(a), "r"(b));
+  return product;
 #endif
 }
 

@@ -5,22 +5,22 @@
 // archs    sm_90a
 // twin     reference/ops.py::sparse_attention     tests  pytest parity/unit/test_hopper.py (emulated), bench/attention_prefill.py
 // tensors  as sparse_attn.cu, d = 512, r = 64; `tokens` in place of its `group`. Which keys, in which order: sparse_attn_keys.cuh
-// numerics keys exact in bf16 (an e4m3 code times a power of two); scores and sums the tensor core's in fp32, keys in order;
-//          p fp32, multiplied as two bf16 whose sum is within 2^-17 of it; exponentials by ex2.approx; the running maximum moves
-//          only when it grows by more than 8 powers of two; one rounding, to bf16, at the store. Sums of exponentials: two, over
-//          even and odd tiles of 64 keys, added last. A token's result depends on its own data alone
+// numerics keys exact in bf16 (an e4m3 code times a power of two); scores and sums the tensor core's in fp32, by tiles of 64 keys;
+//          p fp32, multiplied as two bf16 whose sum is within 2^-17 of it; exponentials by ex2.approx; the running maximum is
+//          a whole power of two, p at most 2^8: it moves when a score is more than 8 powers above. One rounding, to bf16, at
+//          the store. Sums of exponentials: two, over even and odd tiles, added last. A token's result depends on its own data
 // launch   grid = (blocks <= tokens * ceil(h / 64)), persistent: one a multiprocessor; block = 384; shared memory: SHARED_BYTES
 // variants sparse_attn_wgmma, and _p16: p rounded to one bf16 (point `p.bf16`)
 //
 // Roles. Two warpgroups multiply, one loads. Tile i of 64 keys lies in stage i % 2 of shared memory as 8 panels of 64 dims,
 // the swizzle of hopper.cuh, and is operand twice: keys x dims for the scores, dims x keys for the sums. Warpgroup i % 2 has its
-// scores: it masks them, moves the maximum, makes p, and hands p to the other one through shared memory. Sums: each
-// warpgroup has 256 of the 512 dims in 128 registers a thread. The loading warpgroup is up to a tile ahead of shared memory in
-// registers. Halves of a stage (4 panels) are given back one by one.
+// scores: it masks them, moves the maximum, makes p, and hands p to the other one through shared memory. Sums: warpgroup w has
+// dims 256 w .. in 128 registers a thread, and adds its own tile first, so that halves of stages are free in the order
+// stage 0 left, 1 right, 0 right, 1 left; they are filled in this order, from registers that are loaded a half ahead.
 //
 //   full[stage][half]   the loader has written it            free[stage][half]   warpgroup `half` has summed over it
-//   p_ready[owner]      p, maximum and factor are there      q_full, q_free      queries of an item (token, 64 heads)
-//   sums[item % 2]      sums of exponentials of both warpgroups are there
+//   largest_ready       maximum and factor of an even tile   p_ready[owner]      p, and maximum and factor of an odd tile
+//   q_full, q_free      queries of an item: token, 64 heads  sums[item % 2]      sums of exponentials of both warpgroups
 #include "hopper.cuh"
 #include "sparse_attn_keys.cuh"
 
@@ -29,7 +29,7 @@ constexpr int PANELS = D / 64, HALF = PANELS / 2, PANEL_BYTES = 64 * SWIZZLE_ROW
 constexpr int PRODUCER_WARPS = 4, THREADS = 2 * WARPGROUP + PRODUCER_WARPS * WARP;
 constexpr int WARP_KEYS = KEYS / PRODUCER_WARPS, SLOTS = WARP_KEYS / 4;  // keys of a loading warp and thread: 8 lanes share a key
 constexpr int CONSUMER_REGISTERS = 192, PRODUCER_REGISTERS = 120;
-constexpr float LOG2E = 1.4426950408889634f, STALE = 8.f;  // powers of two that p may exceed 1 by
+constexpr float LOG2E = 1.4426950408889634f, STALE = 8.f;  // p is at most 2^STALE
 
 // Shared memory, bytes from its start. P: [owner][part] panels of 64 heads x 64 keys.
 constexpr int AT_Q = 0, AT_KV = TILE_BYTES, AT_P = 3 * TILE_BYTES, AT_BARRIERS = AT_P + 4 * PANEL_BYTES;
@@ -39,7 +39,8 @@ constexpr int AT_SUMS = AT_STATE + 2 * HEADS * 8;  // [item % 2][warpgroup][head
 constexpr int SHARED_BYTES = AT_SUMS + 4 * HEADS * 4;
 static_assert(SHARED_BYTES <= 227 * 1024, "shared memory of a block");
 
-enum Barriers { FULL = 0, FREE = 4, P_READY = 8, Q_FULL = 10, Q_FREE = 11, SUMS_READY = 12, BARRIERS = 13 };
+enum Barriers { FULL = 0, FREE = 4, P_READY = 8, LARGEST_READY = 10, Q_FULL, Q_FREE, SUMS_READY, BARRIERS };
+static_assert(BARRIERS * 8 <= 128, "room for barriers");
 
 extern __shared__ __align__(1024) unsigned char smem[];
 
@@ -81,58 +82,79 @@ __device__ __forceinline__ Keys keys_of_item(const Call &call, const Item &item)
 
 __device__ __forceinline__ Mbarrier *barrier(int number) { return reinterpret_cast<Mbarrier *>(smem + AT_BARRIERS) + number; }
 
-__device__ __forceinline__ unsigned pack_two(float low, float high) {
-  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const unsigned *>(&both);
-}
-
 // ---- loading ----
 
-// Of a key that eight lanes share: lane `sub` has its chunks of 8 dims at 64 panel + 8 sub.
-struct Slot {
-  uint2 raw[HALF + 1], scales;
+// Of a key that eight lanes share: lane `sub` has its chunks of 8 dims at 64 panel + 8 sub, here those of half an entry.
+struct Half {
+  uint2 raw[HALF + 1];
+};
+
+template <int VALUE> struct Side {
+  static constexpr int value = VALUE;
 };
 
 __device__ __forceinline__ uint2 load_8_bytes(const unsigned char *p) { return __ldg(reinterpret_cast<const uint2 *>(p)); }
 
-// Panels 0..3, and the scales of all; or panels 4..6 and the rotated dims. entry is null where there is no key.
-template <int SIDE> __device__ __forceinline__ void load_half(Slot &slot, const unsigned char *entry, int sub) {
-  if (entry) {
-    const unsigned char *codes = entry + SIDE * HALF * SCALE_BLOCK + sub * 8;
+// Panels 0..3, or panels 4..6 and the rotated dims. entry is null where there is no key: nothing.
+template <int SIDE> __device__ __forceinline__ void load_half(Half &half, const unsigned char *entry, int sub) {
+  if (!entry) return;
+  const unsigned char *codes = entry + SIDE * HALF * SCALE_BLOCK + sub * 8;
 #pragma unroll
-    for (int i = 0; i < HALF - SIDE; i++) slot.raw[i] = load_8_bytes(codes + i * SCALE_BLOCK);
-    if (SIDE == 0) {
-      slot.scales = load_8_bytes(entry + D + R);
-    } else {
-      slot.raw[HALF - 1] = load_8_bytes(entry + D - R + sub * 16);
-      slot.raw[HALF] = load_8_bytes(entry + D - R + sub * 16 + 8);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < HALF + SIDE; i++) slot.raw[i] = make_uint2(0u, 0u);
-    if (SIDE == 0) slot.scales = make_uint2(0u, 0u);
+  for (int i = 0; i < HALF - SIDE; i++) half.raw[i] = load_8_bytes(codes + i * SCALE_BLOCK);
+  if (SIDE == 1) {
+    half.raw[HALF - 1] = load_8_bytes(entry + D - R + sub * 16);
+    half.raw[HALF] = load_8_bytes(entry + D - R + sub * 16 + 8);
   }
 }
+__device__ __forceinline__ void load_scales(uint2 &scales, const unsigned char *entry) {
+  if (entry) scales = load_8_bytes(entry + D + R);
+}
 
-// Decodes what load_half loaded; `to` is the chunk's place in the first of the four panels.
-template <int SIDE> __device__ __forceinline__ void store_half(const Slot &slot, unsigned char *to) {
+// The scale of a block as two bf16. Plain: not at the ends of the range.
+template <bool IS_PLAIN> __device__ __forceinline__ unsigned scale_pair(const uint2 &scales, int block) {
+  const unsigned word = block < 4 ? scales.x : scales.y;
+  if (IS_PLAIN) return __byte_perm(word, 0u, 0x4040u + block % 4 * 0x101u) << 7;
+  const float scale = e8m0_decode(word >> block % 4 * 8 & 0xffu);
+  return pack_bf16_pair(scale, scale);
+}
+
+// Whether all seven scales lie in 2^-63 .. 2^64: the upper two bits of each byte differ. The eighth byte is padding.
+__device__ __forceinline__ bool all_plain(const uint2 &scales) {
+  const unsigned low = scales.x, high = scales.y & 0xffffffu | 0x40000000u;
+  return ((low ^ low << 1) & (high ^ high << 1) & 0x80808080u) == 0x80808080u;
+}
+
+template <int SIDE, bool IS_PLAIN>
+__device__ __forceinline__ void decode_half(const Half &half, const uint2 &scales, unsigned char *to) {
 #pragma unroll
   for (int i = 0; i < HALF - SIDE; i++) {
-    const int block = SIDE * HALF + i;
-    const float scale = e8m0_decode((block < 4 ? slot.scales.x : slot.scales.y) >> block % 4 * 8 & 0xffu);
+    const unsigned scale = scale_pair<IS_PLAIN>(scales, SIDE * HALF + i);
     float low[4], high[4];
-    e4m3_convert_4(low, slot.raw[i].x);
-    e4m3_convert_4(high, slot.raw[i].y);
+    e4m3_convert_4(low, half.raw[i].x);
+    e4m3_convert_4(high, half.raw[i].y);
     uint4 packed;
-    packed.x = pack_two(low[0] * scale, low[1] * scale);
-    packed.y = pack_two(low[2] * scale, low[3] * scale);
-    packed.z = pack_two(high[0] * scale, high[1] * scale);
-    packed.w = pack_two(high[2] * scale, high[3] * scale);
+    packed.x = multiply_bf16_pairs(pack_bf16_pair(low[0], low[1]), scale);
+    packed.y = multiply_bf16_pairs(pack_bf16_pair(low[2], low[3]), scale);
+    packed.z = multiply_bf16_pairs(pack_bf16_pair(high[0], high[1]), scale);
+    packed.w = multiply_bf16_pairs(pack_bf16_pair(high[2], high[3]), scale);
     *reinterpret_cast<uint4 *>(to + i * PANEL_BYTES) = packed;
   }
   if (SIDE == 1)
     *reinterpret_cast<uint4 *>(to + (HALF - 1) * PANEL_BYTES) =
-        make_uint4(slot.raw[HALF - 1].x, slot.raw[HALF - 1].y, slot.raw[HALF].x, slot.raw[HALF].y);
+        make_uint4(half.raw[HALF - 1].x, half.raw[HALF - 1].y, half.raw[HALF].x, half.raw[HALF].y);
+}
+
+// Decodes what load_half loaded, zeros without a key; `to` is the chunk's place in the first of the four panels.
+template <int SIDE>
+__device__ __forceinline__ void store_half(const Half &half, const uint2 &scales, bool is_key, unsigned char *to) {
+  if (is_key && all_plain(scales)) {
+    decode_half<SIDE, true>(half, scales, to);
+  } else if (is_key) {
+    decode_half<SIDE, false>(half, scales, to);
+  } else {
+#pragma unroll
+    for (int i = 0; i < HALF; i++) *reinterpret_cast<uint4 *>(to + i * PANEL_BYTES) = make_uint4(0u, 0u, 0u, 0u);
+  }
 }
 
 // Where key i of the token lies, null: nowhere; e is what entry_at said. From lane to lane of a warp.
@@ -144,22 +166,31 @@ __device__ __forceinline__ const unsigned char *of_lane(const unsigned char *p, 
 }
 
 // Eight bf16 at any alignment.
-__device__ __forceinline__ uint4 load_8_bf16(const __nv_bfloat16 *p, bool aligned) {
-  if (aligned) return *reinterpret_cast<const uint4 *>(p);
+__device__ __forceinline__ uint4 load_8_bf16(const __nv_bfloat16 *p) {
   const unsigned short *from = reinterpret_cast<const unsigned short *>(p);
   return make_uint4(from[0] | from[1] << 16, from[2] | from[3] << 16, from[4] | from[5] << 16, from[6] | from[7] << 16);
 }
 
-__device__ __forceinline__ void load_queries(const Call &call, const Item &item, int thread) {
+// Starts to copy the queries of an item, zeros for heads that there are not. Done after cp_async_wait<0>.
+__device__ __forceinline__ void start_queries(const Call &call, const Item &item, int thread) {
   const __nv_bfloat16 *from = call.q + item.token * call.q_stride + (long long)item.head0 * D;
   const bool aligned = (reinterpret_cast<unsigned long long>(call.q) | call.q_stride * 2) % 16 == 0;
-#pragma unroll 8
+#pragma unroll 1
   for (int i = thread; i < HEADS * D / 8; i += PRODUCER_WARPS * WARP) {
     const int head = i / (D / 8), chunk = i % (D / 8);
-    const uint4 eight = head < item.heads ? load_8_bf16(from + i * 8, aligned) : make_uint4(0u, 0u, 0u, 0u);
-    *reinterpret_cast<uint4 *>(smem + AT_Q + chunk / 8 * PANEL_BYTES + swizzle_128(head, chunk % 8)) = eight;
+    uint4 *to = reinterpret_cast<uint4 *>(smem + AT_Q + chunk / 8 * PANEL_BYTES + swizzle_128(head, chunk % 8));
+    if (aligned) cp_async_16(to, head < item.heads ? from + i * 8 : from, head < item.heads ? 16 : 0);
+    else *to = head < item.heads ? load_8_bf16(from + i * 8) : make_uint4(0u, 0u, 0u, 0u);
   }
+  cp_async_commit();
 }
+
+// What a loading thread has of one stage: its keys, as places in memory and scales.
+struct Stage {
+  const unsigned char *entries[SLOTS];
+  uint2 scales[SLOTS];
+  unsigned seen;  // bit i: key i of the warp is one
+};
 
 // A warp has KEYS / PRODUCER_WARPS keys of a tile: lane i finds key i, lanes 8 g + sub decode keys 4 k + g.
 __device__ __forceinline__ void load(const Call &call) {
@@ -178,61 +209,88 @@ __device__ __forceinline__ void load(const Call &call) {
       show_nothing_else(keys, thread, PRODUCER_WARPS * WARP);
     }
     const auto listed = [&](int i) { return i >= keys.in_window && i < keys.total ? entry_at(keys, i) : -1; };
-    Slot slots[SLOTS];
-    const unsigned char *bytes = key_bytes(keys, own_key, listed(own_key));
+    const auto find = [&](Stage &stage, int i, int e) {
+      const unsigned char *mine = key_bytes(keys, i, e);
 #pragma unroll
-    for (int k = 0; k < SLOTS; k++) load_half<0>(slots[k], of_lane(bytes, 4 * k + lane / 8), sub);
+      for (int k = 0; k < SLOTS; k++) stage.entries[k] = of_lane(mine, 4 * k + lane / 8);
+    };
+    Stage even, odd;
+    Half halves[SLOTS];
+    int next = listed(own_key);  // entry of the key that is looked for next
+    find(even, own_key, next);
+#pragma unroll
+    for (int k = 0; k < SLOTS; k++) {
+      load_half<0>(halves[k], even.entries[k], sub);
+      load_scales(even.scales[k], even.entries[k]);
+    }
+    next = listed(own_key + KEYS);
     mbarrier_wait(barrier(Q_FREE), items & 1 ^ 1);
-    load_queries(call, item, thread);
-    fence_proxy_async();
-    mbarrier_arrive_warp(barrier(Q_FULL));
+    start_queries(call, item, thread);
     items++;
 
-    for (int begin = 0, stage = 0, end = ceil_div(keys.total, 2 * KEYS) * 2 * KEYS; begin < end; begin += KEYS, uses += stage, stage ^= 1) {
-      unsigned char *tile = smem + AT_KV + stage * TILE_BYTES;
-      const int not_yet = uses & 1 ^ 1, next_key = begin + KEYS + own_key;
-      mbarrier_wait(barrier(FREE + 2 * stage), not_yet);
-      const int next_entry = listed(next_key);
-      const unsigned seen = __ballot_sync(FULL_MASK, bytes != nullptr);
-      if (lane == 0) {
-        if (WARP_KEYS == 16) reinterpret_cast<unsigned short *>(smem + AT_SEEN)[stage * 4 + warp] = (unsigned short)seen;
-        else (smem + AT_SEEN)[stage * 8 + warp] = (unsigned char)seen;
+    // Decodes the half that is in registers into its place, and loads the next one.
+    const auto fill = [&](auto side, int number_of_stage, Stage &stage, auto load_next) {
+      constexpr int SIDE = decltype(side)::value;
+      mbarrier_wait(barrier(FREE + 2 * number_of_stage + SIDE), uses & 1 ^ 1);
+      unsigned char *to = smem + AT_KV + number_of_stage * TILE_BYTES + SIDE * HALF * PANEL_BYTES;
+      if (SIDE == number_of_stage) {  // the first of the stage's halves
+        stage.seen = 0;
+#pragma unroll
+        for (int k = 0; k < SLOTS; k++) {
+          const unsigned lanes = __ballot_sync(FULL_MASK, stage.entries[k] != nullptr);
+          stage.seen |= (lanes & 1u | lanes >> 7 & 2u | lanes >> 14 & 4u | lanes >> 21 & 8u) << 4 * k;
+        }
+        if (lane == 0) reinterpret_cast<unsigned short *>(smem + AT_SEEN)[number_of_stage * 4 + warp] = (unsigned short)stage.seen;
       }
 #pragma unroll
       for (int k = 0; k < SLOTS; k++) {
-        store_half<0>(slots[k], tile + swizzle_128(first_row + 4 * k, sub));
-        load_half<1>(slots[k], of_lane(bytes, 4 * k + lane / 8), sub);
+        store_half<SIDE>(halves[k], stage.scales[k], stage.seen >> (4 * k + lane / 8) & 1, to + swizzle_128(first_row + 4 * k, sub));
+        load_next(k);
       }
       fence_proxy_async();
-      mbarrier_arrive_warp(barrier(FULL + 2 * stage));
-      bytes = key_bytes(keys, next_key, next_entry);
-      mbarrier_wait(barrier(FREE + 2 * stage + 1), not_yet);
-#pragma unroll
-      for (int k = 0; k < SLOTS; k++) {
-        store_half<1>(slots[k], tile + HALF * PANEL_BYTES + swizzle_128(first_row + 4 * k, sub));
-        load_half<0>(slots[k], of_lane(bytes, 4 * k + lane / 8), sub);
+      mbarrier_arrive_warp(barrier(FULL + 2 * number_of_stage + SIDE));
+    };
+    for (int begin = 0; begin < keys.total; begin += 2 * KEYS, uses++) {
+      const int after = begin + 2 * KEYS + own_key;  // the own key of the next even tile
+      find(odd, begin + KEYS + own_key, next);
+      fill(Side<0>(), 0, even, [&](int k) {
+        load_half<1>(halves[k], odd.entries[k], sub);
+        load_scales(odd.scales[k], odd.entries[k]);
+      });
+      if (begin == 0) {
+        cp_async_wait<0>();
+        fence_proxy_async();
+        mbarrier_arrive_warp(barrier(Q_FULL));
       }
-      fence_proxy_async();
-      mbarrier_arrive_warp(barrier(FULL + 2 * stage + 1));
+      next = listed(after);
+      fill(Side<1>(), 1, odd, [&](int k) { load_half<1>(halves[k], even.entries[k], sub); });
+      fill(Side<1>(), 0, even, [&](int k) { load_half<0>(halves[k], odd.entries[k], sub); });
+      find(even, after, next);
+      next = listed(after + KEYS);
+      fill(Side<0>(), 1, odd, [&](int k) {
+        load_half<0>(halves[k], even.entries[k], sub);
+        load_scales(even.scales[k], even.entries[k]);
+      });
     }
   }
 }
 
 // ---- multiplying ----
 
-// Starts s = queries x keys of a stage, in its use number `use`. 64 heads x 64 keys.
+// Starts s = queries x keys of a stage, in its use number `use`: 64 heads x 64 keys, the half first that is there first.
 __device__ __forceinline__ void start_scores(float (&s)[32], int stage, int use) {
   const unsigned long long q = wgmma_k_major(shared_offset(smem) + AT_Q);
   const unsigned long long keys = wgmma_k_major(shared_offset(smem) + AT_KV + stage * TILE_BYTES);
   wgmma_keep(s);
 #pragma unroll
-  for (int side = 0; side < 2; side++) {
+  for (int i = 0; i < 2; i++) {
+    const int side = i ^ stage;
     mbarrier_wait(barrier(FULL + 2 * stage + side), use & 1);
     wgmma_fence();
 #pragma unroll
-    for (int i = side * HALF * 4; i < (side + 1) * HALF * 4; i++) {
-      const int further = i / 4 * PANEL_BYTES + i % 4 * 32;
-      wgmma_ss<64, false>(s, wgmma_further(q, further), wgmma_further(keys, further), i > 0);
+    for (int k = 0; k < HALF * 4; k++) {
+      const int further = (side * HALF + k / 4) * PANEL_BYTES + k % 4 * 32;
+      wgmma_ss<64, false>(s, wgmma_further(q, further), wgmma_further(keys, further), i > 0 || k > 0);
     }
   }
   wgmma_commit();
@@ -275,40 +333,44 @@ template <int PARTS> __device__ __forceinline__ void start_other_sums(float (&o)
   wgmma_keep(o);
 }
 
-// What a thread knows of its two heads, rows g and g + 8 of its warp's 16: running maximum of scale log2(e) score, sum of p.
+// What a thread knows of its two heads, rows g and g + 8 of its warp's 16: running maximum of log2(e) scale score, a whole
+// number, and its part of the sum of p.
 struct Running {
-  float largest[2], sum[2], factor[2];  // factor: for what was summed before
+  float largest[2], sum[2];
 };
 
-__device__ __forceinline__ void rescale(float (&o)[128], const Running &run) {
-  if (!__any_sync(FULL_MASK, run.factor[0] != 1.f || run.factor[1] != 1.f)) return;
+// o *= factor of the row
+__device__ __forceinline__ void rescale(float (&o)[128], const float (&factor)[2]) {
+  if (!__any_sync(FULL_MASK, factor[0] != 1.f || factor[1] != 1.f)) return;
 #pragma unroll
-  for (int i = 0; i < 128; i++) o[i] *= run.factor[i / 2 % 2];
+  for (int i = 0; i < 128; i++) o[i] *= factor[i / 2 % 2];
 }
 
-// Scores become p, in parts of bf16; t is the thread's place in its quad, which has a row.
-template <int PARTS>
-__device__ __forceinline__ void softmax(float (&s)[32], unsigned (&p)[PARTS][4][4], Running &run, unsigned long long seen,
-                                        float to_log2, int t) {
+// Masks scores and moves the maximum; factor is for what was summed before. t is the thread's place in its quad, which has a row.
+__device__ __forceinline__ void move_largest(float (&s)[32], Running &run, float (&factor)[2], unsigned long long seen, float to_log2, int t) {
   if (seen != ~0ull) {
     seen >>= 2 * t;
 #pragma unroll
     for (int i = 0; i < 32; i++)
       if (!(seen >> (i / 4 * 8 + i % 2) & 1)) s[i] = -INFINITY;
   }
-  float minus[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float largest = -INFINITY;
 #pragma unroll
     for (int i = 0; i < 8; i++) largest = fmaxf(largest, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
     largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, 2)) * to_log2;
+    largest = ceilf(fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, 2)) * to_log2);
     const float before = run.largest[r], now = largest > before + STALE ? largest : before;
-    run.factor[r] = now == before ? 1.f : exp2_fast(before - now);
+    factor[r] = now == before ? 1.f : __uint_as_float((unsigned)(__float2int_rn(fmaxf(before - now, -127.f)) + 127) << 23);
     run.largest[r] = now;
-    minus[r] = now == -INFINITY ? 0.f : -now;
   }
+}
+
+// Scores become p, in parts of bf16.
+template <int PARTS>
+__device__ __forceinline__ void exponentials(float (&s)[32], unsigned (&p)[PARTS][4][4], Running &run, const float (&factor)[2], float to_log2) {
+  const float minus[2] = {run.largest[0] == -INFINITY ? 0.f : -run.largest[0], run.largest[1] == -INFINITY ? 0.f : -run.largest[1]};
   float added[2] = {0.f, 0.f};
 #pragma unroll
   for (int k = 0; k < 4; k++)
@@ -317,16 +379,17 @@ __device__ __forceinline__ void softmax(float (&s)[32], unsigned (&p)[PARTS][4][
       const int r = pair & 1, i = 8 * k + 2 * pair;
       const float low = exp2_fast(fmaf(s[i], to_log2, minus[r])), high = exp2_fast(fmaf(s[i + 1], to_log2, minus[r]));
       added[r] += low + high;
-      p[0][k][pair] = pack_two(low, high);
-      if (PARTS == 2) p[PARTS - 1][k][pair] = pack_two(low - bf16_low(p[0][k][pair]), high - bf16_high(p[0][k][pair]));
+      p[0][k][pair] = pack_bf16_pair(low, high);
+      if (PARTS == 2) p[PARTS - 1][k][pair] = pack_bf16_pair(low - bf16_low(p[0][k][pair]), high - bf16_high(p[0][k][pair]));
     }
 #pragma unroll
-  for (int r = 0; r < 2; r++) run.sum[r] = fmaf(run.sum[r], run.factor[r], added[r]);
+  for (int r = 0; r < 2; r++) run.sum[r] = fmaf(run.sum[r], factor[r], added[r]);
 }
 
-// Tells the other warpgroup: p, running maxima and factors.
+// p times the factor of its row, a power of two, into the owner's panels.
 template <int PARTS>
-__device__ __forceinline__ void hand_over(const unsigned (&p)[PARTS][4][4], const Running &run, int owner, int row, int t) {
+__device__ __forceinline__ void hand_over(const unsigned (&p)[PARTS][4][4], const float (&factor)[2], int owner, int row, int t) {
+  const unsigned factors[2] = {pack_bf16_pair(factor[0], factor[0]), pack_bf16_pair(factor[1], factor[1])};
   unsigned char *to = smem + AT_P + owner * 2 * PANEL_BYTES + 4 * t;
 #pragma unroll
   for (int part = 0; part < PARTS; part++)
@@ -334,22 +397,27 @@ __device__ __forceinline__ void hand_over(const unsigned (&p)[PARTS][4][4], cons
     for (int k = 0; k < 4; k++)
 #pragma unroll
       for (int pair = 0; pair < 4; pair++)
-        *reinterpret_cast<unsigned *>(to + part * PANEL_BYTES + swizzle_128(row + pair % 2 * 8, 2 * k + pair / 2)) = p[part][k][pair];
-  if (t == 0) {
-    float2 *state = reinterpret_cast<float2 *>(smem + AT_STATE) + owner * HEADS + row;
-    state[0] = make_float2(run.largest[0], run.factor[0]);
-    state[8] = make_float2(run.largest[1], run.factor[1]);
-  }
+        *reinterpret_cast<unsigned *>(to + part * PANEL_BYTES + swizzle_128(row + pair % 2 * 8, 2 * k + pair / 2)) =
+            multiply_bf16_pairs(p[part][k][pair], factors[pair % 2]);
   fence_proxy_async();
   mbarrier_arrive_warp(barrier(P_READY + owner));
 }
 
-__device__ __forceinline__ void take_over(Running &run, int owner, int row) {
+__device__ __forceinline__ float2 *state_of(int owner, int row) { return reinterpret_cast<float2 *>(smem + AT_STATE) + owner * HEADS + row; }
+
+// Maximum and factor, for the other warpgroup; it sees them after a barrier.
+__device__ __forceinline__ void tell_largest(const Running &run, const float (&factor)[2], int owner, int row, int t) {
+  if (t) return;
+  state_of(owner, row)[0] = make_float2(run.largest[0], factor[0]);
+  state_of(owner, row)[8] = make_float2(run.largest[1], factor[1]);
+}
+
+__device__ __forceinline__ void hear_largest(Running &run, float (&factor)[2], int owner, int row) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const float2 state = reinterpret_cast<const float2 *>(smem + AT_STATE)[owner * HEADS + row + 8 * r];
+    const float2 state = state_of(owner, row)[8 * r];
     run.largest[r] = state.x;
-    run.factor[r] = state.y;
+    factor[r] = state.y;
     run.sum[r] *= state.y;
   }
 }
@@ -384,7 +452,7 @@ __device__ __forceinline__ void finish(const Call &call, const Item &item, float
     for (int j = 0; j < 32; j += 4) {  // four blocks of 8 dims: a thread has 2 dims of each, and gets all of block j + t
       unsigned w[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) w[i] = pack_two(o[4 * (j + i) + 2 * r] * scale, o[4 * (j + i) + 2 * r + 1] * scale);
+      for (int i = 0; i < 4; i++) w[i] = pack_bf16_pair(o[4 * (j + i) + 2 * r] * scale, o[4 * (j + i) + 2 * r + 1] * scale);
       const bool odd = t & 1, upper = t & 2;
       const unsigned a = __shfl_xor_sync(FULL_MASK, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(FULL_MASK, odd ? w[2] : w[3], 1);
       if (odd) w[0] = a, w[2] = b;
@@ -416,52 +484,53 @@ template <int PARTS, int SIDE> __device__ __forceinline__ void multiply(const Ca
     const Item item = item_of(call, number);
     if (item.p < 0) continue;
     const int pairs = ceil_div(keys_of_item(call, item).total, 2 * KEYS);
-    Running run = {{-INFINITY, -INFINITY}, {0.f, 0.f}, {1.f, 1.f}};
+    Running run = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
 #pragma unroll
     for (int i = 0; i < 128; i++) o[i] = 0.f;
     mbarrier_wait(barrier(Q_FULL), items & 1);
-
-    if (SIDE == 0) {
-      for (int pair = 0; pair < pairs; pair++, uses++) {
-        start_scores(s, 0, uses);
-        wgmma_wait<0>();
-        wgmma_keep(s);
-        if (pair + 1 == pairs) mbarrier_arrive_warp(barrier(Q_FREE));
-        softmax<PARTS>(s, p, run, seen_keys(0), to_log2, t);
-        rescale(o, run);
+    for (int pair = 0; pair < pairs; pair++, uses++) {
+      float own[2], other[2];  // factors
+      start_scores(s, SIDE, uses);
+      wgmma_wait<0>();
+      wgmma_keep(s);
+      if (pair + 1 == pairs) mbarrier_arrive_warp(barrier(Q_FREE));
+      if (SIDE == 0) {
+        move_largest(s, run, own, seen_keys(0), to_log2, t);
+        tell_largest(run, own, 0, row, t);
+        mbarrier_arrive_warp(barrier(LARGEST_READY));
+        exponentials<PARTS>(s, p, run, own, to_log2);
+        rescale(o, own);
         start_own_sums<PARTS>(o, p, 0, 0);
-        hand_over<PARTS>(p, run, 0, row, t);
         mbarrier_wait(barrier(P_READY + 1), uses & 1);
+        hear_largest(run, other, 1, row);
+        hand_over<PARTS>(p, other, 0, row, t);
         wgmma_wait<0>();
         wgmma_keep(o);
         mbarrier_arrive_warp(barrier(FREE));
-        take_over(run, 1, row);
-        rescale(o, run);
+        rescale(o, other);
         start_other_sums<PARTS>(o, 1, 0);
         wgmma_wait<0>();
         wgmma_keep(o);
         mbarrier_arrive_warp(barrier(FREE + 2));
-      }
-    } else {
-      for (int pair = 0; pair < pairs; pair++, uses++) {
-        start_scores(s, 1, uses);
-        wgmma_wait<0>();
-        wgmma_keep(s);
-        if (pair + 1 == pairs) mbarrier_arrive_warp(barrier(Q_FREE));
+      } else {
+        const float whole[2] = {1.f, 1.f};
+        mbarrier_wait(barrier(LARGEST_READY), uses & 1);
+        hear_largest(run, other, 0, row);
+        move_largest(s, run, own, seen_keys(1), to_log2, t);
+        tell_largest(run, own, 1, row, t);
+        exponentials<PARTS>(s, p, run, own, to_log2);
+        hand_over<PARTS>(p, whole, 1, row, t);
+#pragma unroll
+        for (int r = 0; r < 2; r++) own[r] *= other[r];
+        rescale(o, own);
+        start_own_sums<PARTS>(o, p, 1, 1);
         mbarrier_wait(barrier(P_READY), uses & 1);
-        take_over(run, 0, row);
-        rescale(o, run);
         start_other_sums<PARTS>(o, 0, 1);
-        softmax<PARTS>(s, p, run, seen_keys(1), to_log2, t);
-        hand_over<PARTS>(p, run, 1, row, t);
+        wgmma_wait<1>();
+        mbarrier_arrive_warp(barrier(FREE + 3));
         wgmma_wait<0>();
         wgmma_keep(o);
         mbarrier_arrive_warp(barrier(FREE + 1));
-        rescale(o, run);
-        start_own_sums<PARTS>(o, p, 1, 1);
-        wgmma_wait<0>();
-        wgmma_keep(o);
-        mbarrier_arrive_warp(barrier(FREE + 3));
       }
     }
     finish(call, item, o, run, SIDE, items, row, t);
@@ -476,7 +545,7 @@ template <int PARTS> __device__ __forceinline__ void attend(const Call &call) {
       mbarrier_init(barrier(FULL + i), PRODUCER_WARPS);
       mbarrier_init(barrier(FREE + i), 4);
     }
-    for (int i = 0; i < 2; i++) mbarrier_init(barrier(P_READY + i), 4);
+    for (int i = 0; i < 3; i++) mbarrier_init(barrier(P_READY + i), 4);  // and LARGEST_READY
     mbarrier_init(barrier(Q_FULL), PRODUCER_WARPS);
     mbarrier_init(barrier(Q_FREE), 8);
     mbarrier_init(barrier(SUMS_READY), 8);

@@ -68,6 +68,7 @@ inline void mbarrier_wait(unsigned long long *barrier, int parity) {
 
 struct Product {
   float *d;
+  int *integers;  // in place of d: signed bytes
   int n;
   bool a_in_registers, b_is_mn_major, accumulate;
   unsigned a_registers[4];
@@ -87,12 +88,15 @@ inline Lane &lane_of_caller() {
   return lanes[cuemu_current];
 }
 
-inline float operand_at(unsigned long long descriptor, unsigned offset) {
+inline const char *operand_address(unsigned long long descriptor, unsigned offset) {
   if (descriptor >> 62 != 1) cuemu_fail("wgmma operand without 128-byte swizzle: descriptor 0x%llx", descriptor);
   unsigned at = (unsigned)((descriptor & 0x3fff) << 4) + offset;
   at ^= (at >> 7 & 7) << 4;
   if (at + 2 > MOST_SHARED_BYTES) cuemu_fail("wgmma operand beyond shared memory: offset %u", at);
-  return cuemu::bit_cast<float>((unsigned)*(const unsigned short *)(shared_memory() + at) << 16);
+  return shared_memory() + at;
+}
+inline float operand_at(unsigned long long descriptor, unsigned offset) {
+  return cuemu::bit_cast<float>((unsigned)*(const unsigned short *)operand_address(descriptor, offset) << 16);
 }
 inline unsigned leading_bytes(unsigned long long descriptor) { return (unsigned)(descriptor >> 16 & 0x3fff) << 4; }
 inline unsigned stride_bytes(unsigned long long descriptor) { return (unsigned)(descriptor >> 32 & 0x3fff) << 4; }
@@ -109,9 +113,32 @@ struct WaitArg {
   int pending, warp;  // of the warpgroup
 };
 
+// The 16 rows of one warp: 32 k, A from registers, B K-major with 64 columns.
+inline void multiply_integers(const std::vector<const Product *> &lanes) {
+  const Product &first = *lanes[0];
+  static thread_local int a[16][32], b[64][32];
+  for (int n = 0; n < 64; n++)
+    for (int k = 0; k < 32; k++) b[n][k] = *(const signed char *)operand_address(first.b, n % 8 * 128 + n / 8 * stride_bytes(first.b) + k);
+  for (int lane = 0; lane < 32; lane++) {
+    const Product &mine = *lanes[lane];
+    if (!mine.integers || mine.b != first.b || mine.accumulate != first.accumulate) cuemu_fail("the lanes of a warp issue different wgmma");
+    for (int i = 0; i < 16; i++)
+      a[lane / 4 + (i & 4 ? 8 : 0)][4 * (lane % 4) + (i & 3) + (i & 8 ? 16 : 0)] = (signed char)(mine.a_registers[i >> 2] >> (i & 3) * 8);
+  }
+  for (int lane = 0; lane < 32; lane++)
+    for (int i = 0; i < 32; i++) {
+      const int *x = a[lane / 4 + (i & 2 ? 8 : 0)], *y = b[i / 4 * 8 + 2 * (lane % 4) + (i & 1)];
+      int sum = 0;
+      for (int k = 0; k < 32; k++) sum += x[k] * y[k];
+      int &d = lanes[lane]->integers[i];
+      d = (int)((first.accumulate ? (unsigned)d : 0u) + (unsigned)sum);
+    }
+}
+
 // The 16 rows of one warp.
 inline void multiply(const std::vector<const Product *> &lanes, int warp) {
   const Product &first = *lanes[0];
+  if (first.integers) return multiply_integers(lanes);
   static thread_local float a[16][16], b[16][256], c[16][256];
   for (int k = 0; k < 16; k++) {
     for (int n = 0; n < first.n; n++) b[k][n] = first.b_is_mn_major ? mn_major(first.b, n, k) : k_major(first.b, n, k);
@@ -160,9 +187,13 @@ inline void wait_function(void **args, unsigned, unsigned) {
 
 inline void issue(float *d, int n, const unsigned *a_registers, unsigned long long a, unsigned long long b, bool b_is_mn_major,
                   bool accumulate) {
-  Product product{d, n, a_registers != nullptr, b_is_mn_major, accumulate, {}, a, b};
+  Product product{d, nullptr, n, a_registers != nullptr, b_is_mn_major, accumulate, {}, a, b};
   for (int i = 0; i < 4; i++) product.a_registers[i] = a_registers ? a_registers[i] : 0;
   lane_of_caller().open.push_back(product);
+}
+
+inline void issue_integers(int *d, const unsigned *a_registers, unsigned long long b, bool accumulate) {
+  lane_of_caller().open.push_back({nullptr, d, 64, true, false, accumulate, {a_registers[0], a_registers[1], a_registers[2], a_registers[3]}, 0, b});
 }
 
 inline void commit() {
