@@ -7,11 +7,15 @@ poisoned buffers inside it, so a tap that did not fire is missing here and not r
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from parity import self_parity
+from parity import capacity, self_parity
 from parity.session import RUN, run_of
-from probes.core.records import Measurement
+from probes.core import memory
+from probes.core.drive import decoding
+from probes.core.records import Measurement, State
 from probes.core.selfparity import REPLAYED
 
 
@@ -20,6 +24,8 @@ def pytest_generate_tests(metafunc):
     run = metafunc.config.stash.get(RUN, None)
     if "batch" in metafunc.fixturenames:
         metafunc.parametrize("batch", REPLAYED if run is not None and "decode" in run.phases else ())
+    if "phase_of_graphs" in metafunc.fixturenames:
+        metafunc.parametrize("phase_of_graphs", ["decode"] if run is not None and "decode" in run.phases else ())
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +40,22 @@ def test_replayed_steps_are_the_launched_ones(batch, audit, runs, record, pytest
     if way is not None:
         run_of(pytestconfig).record(Measurement("graph", phase="decode", values={**way.graph, "of": f"gate {verdict.gate}"}))
     record(verdict)
+
+
+def test_replayed_steps_allocate_nothing(phase_of_graphs, audit, record, request):
+    """No tensor, on a GPU nothing of the allocator either, and nothing that grows; one layer on the CPU, all of them on a GPU."""
+    from production.engine import count_allocations
+
+    run, model = run_of(request.config), audit.production
+    layer = next((n for n in run.layers if model.config.kind(n) == "csa"), run.layers[0])
+    alone = model.device.torch_device.type == "cpu"
+    small = memory.one_layer(model, layer, 512) if alone else memory.resized(model, 512)
+    with decoding(small, "replay"):
+        verdicts, measurements = capacity.slope(small, 40, count_allocations, f"replayed, layer {layer}" if alone else "replayed", layer if alone else None)
+    for measurement in measurements:
+        run.record(measurement)
+    last = next((v for v in verdicts if v.state is not State.PASS), verdicts[-1])
+    for verdict in verdicts:
+        if verdict is not last:
+            run.record(replace(verdict, test_id=request.node.nodeid))
+    record(last)

@@ -374,7 +374,7 @@ def not_checked(run: Run) -> list[str]:
     if run.kernels and all(k.arch.startswith("cpu") for k in run.kernels):
         out.append("a GPU: the kernels ran on the CPU device, which shows their arithmetic, not their behaviour or speed on a card")
     if header.decode != "replay" and "decode" in header.phases:
-        out.append("decode in a captured graph: layers and logits ran launch by launch; --decode replay audits the graph")
+        out.append("decode from a captured graph against the reference: it ran launch by launch, and replayed steps stand beside launched ones only; --decode replay")
     if not run.kernels:
         out.append("kernels: this run recorded none, so it cannot say which code ran")
     reasons: dict[str, int] = {}

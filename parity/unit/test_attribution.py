@@ -92,6 +92,16 @@ def test_outside_of_the_chain_parameters_then_operations_then_whole_runs_then_me
 # ---- why ----
 
 
+def test_a_step_that_is_wrong_in_the_graph_alone_is_the_graphs():
+    """Whatever else is red in decode; a prefill is not captured, and one that is wrong has its own cause."""
+    gate = Verdict("self.replayed", "layers.0.attn.q", "model", State.FAIL, "m", 0, "decode", component="graph capture", reason="9 of 10 rows differ")
+    turned = red("layers.0.attn.q", "decode", "free", steps=(1, 1))
+    assert (found(turned, operation("rope")).component, found(turned, operation("rope"), gate).component) == ("rope", "graph capture")
+    assert found(turned, gate).because == "right launch by launch, wrong when replayed from the graph: 9 of 10 rows differ"
+    assert found(red("layers.0.attn.q"), operation("rope"), gate).component == "rope"
+    assert (found(gate).component, found(gate).point) == ("graph capture", "layers.0.attn.q")
+
+
 @pytest.mark.parametrize(
     ("point", "operations", "component"),
     [

@@ -76,6 +76,8 @@ def test_every_listed_fault_still_applies(fault):
         ("[[fault]]\nid = 'A'\nexpect = { layer_kinds = ['swa'] }\n" + EDIT, "expect.layer_kinds: 'swa'"),
         ("[[fault]]\nid = 'A'\nexpect = { components = 'sink' }\n" + EDIT, "expect.components is a list"),
         ("[[fault]]\nid = 'A'\nprompts = [1]\n" + EDIT, "prompts is a list of strings"),
+        ("[[fault]]\nid = 'A'\ndecode = 'graph'\n" + EDIT, "decode 'graph', expected eager or replay"),
+        ("[[fault]]\nid = 'A'\nvariants = 'slow'\n" + EDIT, "variants 'slow', expected portable or fast"),
         ("[[fault]]\nid = 'A'\n" + EDIT + "[[left_out]]\nid = 'B'", "needs the strings id and reason"),
         ("[[fault", "broken TOML"),
     ],
@@ -101,6 +103,14 @@ def test_a_folder_without_lists_and_a_missing_one_are_errors(tmp_path):
         read_faults(tmp_path)
     with pytest.raises(InputError, match="cannot be read"):
         read_faults(tmp_path / "nothing")
+
+
+def test_a_fault_says_how_production_runs_and_a_run_without_it_runs_alike(tmp_path):
+    path = tmp_path / "list.toml"
+    path.write_text("[[fault]]\nid = 'A'\ndecode = 'replay'\nvariants = 'fast'\n" + EDIT + "[[fault]]\nid = 'B'\n" + EDIT)
+    faults = read_faults(path)
+    assert faults["A"].options == ("--decode", "replay", "--variants", "fast")
+    assert faults["B"].options == ()
 
 
 def test_an_unknown_id_names_the_nearest():
