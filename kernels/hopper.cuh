@@ -1,4 +1,4 @@
-// hopper.cuh    wrappers of what sm_90a has and mma.cuh does not: wgmma, mbarrier, proxy fences, register budgets
+// hopper.cuh    wrappers of what sm_90a has and mma.cuh does not: wgmma, mbarrier, stmatrix, proxy fences, register budgets
 //
 // A file that includes this says `// archs    sm_90a`. On the GPU each wrapper is inline PTX. On the CPU it is an emulation
 // (cpu/hopper_on_cpu.h), for tests of index arithmetic and pipelines: it follows descriptors, swizzle, fragment layouts and
@@ -91,6 +91,24 @@ __device__ __forceinline__ void mbarrier_wait(Mbarrier *barrier, int parity) {
 __device__ __forceinline__ void mbarrier_arrive_warp(Mbarrier *barrier) {
   __syncwarp();
   if (threadIdx.x % WARP == 0) mbarrier_arrive(barrier);
+}
+
+// ---- stmatrix: the way back of ldmatrix ----
+
+// Stores four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8 (16-byte aligned), and
+// in register i elements [l / 4][2 (l % 4)..] of matrix i.
+__device__ __forceinline__ void stmatrix_x4(void *row, const unsigned (&r)[4]) {
+#ifdef CUDA_ON_CPU
+  const int lane = threadIdx.x % WARP;
+  for (int i = 0; i < 4; i++) {
+    const unsigned long long to = __shfl_sync(FULL_MASK, (unsigned long long)row, 8 * i + lane / 4);
+    reinterpret_cast<unsigned *>(to)[lane % 4] = r[i];
+  }
+#else
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};\n" ::"r"(shared_address(row)), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+#endif
 }
 
 // ---- order and registers ----

@@ -171,6 +171,17 @@ __device__ __forceinline__ uint4 load_8_bf16(const __nv_bfloat16 *p) {
   return make_uint4(from[0] | from[1] << 16, from[2] | from[3] << 16, from[4] | from[5] << 16, from[6] | from[7] << 16);
 }
 
+__device__ __forceinline__ void store_8_bf16(__nv_bfloat16 *p, const uint4 &eight, bool aligned) {
+  if (aligned) {
+    *reinterpret_cast<uint4 *>(p) = eight;
+    return;
+  }
+  unsigned short *to = reinterpret_cast<unsigned short *>(p);
+  const unsigned words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+  for (int i = 0; i < 8; i++) to[i] = (unsigned short)(words[i / 2] >> i % 2 * 16);
+}
+
 // Starts to copy the queries of an item, zeros for heads that there are not. Done after cp_async_wait<0>.
 __device__ __forceinline__ void start_queries(const Call &call, const Item &item, int thread) {
   const __nv_bfloat16 *from = call.q + item.token * call.q_stride + (long long)item.head0 * D;
@@ -386,19 +397,26 @@ __device__ __forceinline__ void exponentials(float (&s)[32], unsigned (&p)[PARTS
   for (int r = 0; r < 2; r++) run.sum[r] = fmaf(run.sum[r], factor[r], added[r]);
 }
 
-// p times the factor of its row, a power of two, into the owner's panels.
-template <int PARTS>
-__device__ __forceinline__ void hand_over(const unsigned (&p)[PARTS][4][4], const float (&factor)[2], int owner, int row, int t) {
+// Where a lane's row of stmatrix_x4 lies for a warp's rows 0..15 and chunks `chunk`, `chunk` + 1 of a panel.
+__device__ __forceinline__ unsigned char *matrix_row(unsigned char *panel, int first_row, int chunk) {
+  const int lane = threadIdx.x % WARP;
+  return panel + swizzle_128(first_row + lane % 16, chunk + lane / 16);
+}
+
+// p times the factor of its row, a power of two, into the owner's panels; first_row is the warp's.
+template <int PARTS, bool WHOLE>
+__device__ __forceinline__ void hand_over(const unsigned (&p)[PARTS][4][4], const float (&factor)[2], int owner, int first_row) {
   const unsigned factors[2] = {pack_bf16_pair(factor[0], factor[0]), pack_bf16_pair(factor[1], factor[1])};
-  unsigned char *to = smem + AT_P + owner * 2 * PANEL_BYTES + 4 * t;
 #pragma unroll
   for (int part = 0; part < PARTS; part++)
 #pragma unroll
-    for (int k = 0; k < 4; k++)
+    for (int k = 0; k < 4; k++) {
+      unsigned scaled[4];
 #pragma unroll
       for (int pair = 0; pair < 4; pair++)
-        *reinterpret_cast<unsigned *>(to + part * PANEL_BYTES + swizzle_128(row + pair % 2 * 8, 2 * k + pair / 2)) =
-            multiply_bf16_pairs(p[part][k][pair], factors[pair % 2]);
+        scaled[pair] = WHOLE ? p[part][k][pair] : multiply_bf16_pairs(p[part][k][pair], factors[pair % 2]);
+      stmatrix_x4(matrix_row(smem + AT_P + (owner * 2 + part) * PANEL_BYTES, first_row, 2 * k), scaled);
+    }
   fence_proxy_async();
   mbarrier_arrive_warp(barrier(P_READY + owner));
 }
@@ -429,7 +447,7 @@ __device__ __forceinline__ unsigned long long seen_keys(int stage) {
 // 2^(a - b) for b >= a, also where both are infinite.
 __device__ __forceinline__ float exp2_below(float a, float b) { return a == b ? 1.f : exp2_fast(a - b); }
 
-// Sums over the sink, and stores this warpgroup's 256 dims of up to 64 heads.
+// Sums over the sink, and stores this warpgroup's 256 dims of up to 64 heads by way of its panels of p, which nobody reads now.
 __device__ __forceinline__ void finish(const Call &call, const Item &item, float (&o)[128], Running &run, int side, int items,
                                        int row, int t) {
   float *sums = reinterpret_cast<float *>(smem + AT_SUMS) + (items & 1) * 2 * HEADS;
@@ -440,36 +458,35 @@ __device__ __forceinline__ void finish(const Call &call, const Item &item, float
   }
   mbarrier_arrive_warp(barrier(SUMS_READY));
   mbarrier_wait(barrier(SUMS_READY), items & 1);
-  const bool aligned = (reinterpret_cast<unsigned long long>(call.out) | call.out_stride * 2) % 16 == 0;
+  float scale[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int head = row + 8 * r;
     const float sink = head < item.heads ? call.sink[item.head0 + head] * LOG2E : 0.f;
     const float with_sink = fmaxf(run.largest[r], sink), share = exp2_below(run.largest[r], with_sink);
-    const float denominator = fmaf(sums[head] + sums[HEADS + head], share, exp2_below(sink, with_sink)), scale = share / denominator;
-    __nv_bfloat16 *to = call.out + item.token * call.out_stride + (long long)(item.head0 + head) * D + side * HALF * 64;
+    scale[r] = share / fmaf(sums[head] + sums[HEADS + head], share, exp2_below(sink, with_sink));
+  }
+  const int lane = threadIdx.x % WARP, first_row = row - lane / 4;
+  unsigned char *panels = smem + AT_P + side * 2 * PANEL_BYTES;  // 2 panels: 128 dims a round; a warp uses its own 16 rows
+  const bool aligned = (reinterpret_cast<unsigned long long>(call.out) | call.out_stride * 2) % 16 == 0;
+  __nv_bfloat16 *out = call.out + item.token * call.out_stride + (long long)item.head0 * D + side * HALF * 64 + lane % 16 * 8;
 #pragma unroll
-    for (int j = 0; j < 32; j += 4) {  // four blocks of 8 dims: a thread has 2 dims of each, and gets all of block j + t
-      unsigned w[4];
+  for (int round = 0; round < 2; round++) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) w[i] = pack_bf16_pair(o[4 * (j + i) + 2 * r] * scale, o[4 * (j + i) + 2 * r + 1] * scale);
-      const bool odd = t & 1, upper = t & 2;
-      const unsigned a = __shfl_xor_sync(FULL_MASK, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(FULL_MASK, odd ? w[2] : w[3], 1);
-      if (odd) w[0] = a, w[2] = b;
-      else w[1] = a, w[3] = b;
-      const unsigned c = __shfl_xor_sync(FULL_MASK, upper ? w[0] : w[2], 2), e = __shfl_xor_sync(FULL_MASK, upper ? w[1] : w[3], 2);
-      const uint4 eight = upper ? make_uint4(c, e, w[2], w[3]) : make_uint4(w[0], w[1], c, e);
-      if (head >= item.heads) continue;
-      if (aligned) {
-        *reinterpret_cast<uint4 *>(to + (j + t) * 8) = eight;
-      } else {
-        unsigned short *at = reinterpret_cast<unsigned short *>(to + (j + t) * 8);
-        at[0] = (unsigned short)eight.x, at[1] = (unsigned short)(eight.x >> 16);
-        at[2] = (unsigned short)eight.y, at[3] = (unsigned short)(eight.y >> 16);
-        at[4] = (unsigned short)eight.z, at[5] = (unsigned short)(eight.z >> 16);
-        at[6] = (unsigned short)eight.w, at[7] = (unsigned short)(eight.w >> 16);
-      }
+    for (int j = 0; j < 8; j++) {
+      const float *x = o + (round * 8 + j) * 8;
+      const unsigned two_blocks[4] = {pack_bf16_pair(x[0] * scale[0], x[1] * scale[0]), pack_bf16_pair(x[2] * scale[1], x[3] * scale[1]),
+                                      pack_bf16_pair(x[4] * scale[0], x[5] * scale[0]), pack_bf16_pair(x[6] * scale[1], x[7] * scale[1])};
+      stmatrix_x4(matrix_row(panels + j / 4 * PANEL_BYTES, first_row, j % 4 * 2), two_blocks);
     }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 16; i += 2) {
+      const int head = first_row + i + lane / 16;
+      const uint4 eight = *reinterpret_cast<const uint4 *>(panels + lane % 16 / 8 * PANEL_BYTES + swizzle_128(head, lane % 8));
+      if (head < item.heads) store_8_bf16(out + (long long)head * D + round * 128, eight, aligned);
+    }
+    __syncwarp();
   }
 }
 
@@ -503,7 +520,7 @@ template <int PARTS, int SIDE> __device__ __forceinline__ void multiply(const Ca
         start_own_sums<PARTS>(o, p, 0, 0);
         mbarrier_wait(barrier(P_READY + 1), uses & 1);
         hear_largest(run, other, 1, row);
-        hand_over<PARTS>(p, other, 0, row, t);
+        hand_over<PARTS, false>(p, other, 0, row - lane / 4);
         wgmma_wait<0>();
         wgmma_keep(o);
         mbarrier_arrive_warp(barrier(FREE));
@@ -513,17 +530,16 @@ template <int PARTS, int SIDE> __device__ __forceinline__ void multiply(const Ca
         wgmma_keep(o);
         mbarrier_arrive_warp(barrier(FREE + 2));
       } else {
-        const float whole[2] = {1.f, 1.f};
         mbarrier_wait(barrier(LARGEST_READY), uses & 1);
         hear_largest(run, other, 0, row);
         move_largest(s, run, own, seen_keys(1), to_log2, t);
         tell_largest(run, own, 1, row, t);
         exponentials<PARTS>(s, p, run, own, to_log2);
-        hand_over<PARTS>(p, whole, 1, row, t);
 #pragma unroll
         for (int r = 0; r < 2; r++) own[r] *= other[r];
         rescale(o, own);
         start_own_sums<PARTS>(o, p, 1, 1);
+        hand_over<PARTS, true>(p, own, 1, row - lane / 4);
         mbarrier_wait(barrier(P_READY), uses & 1);
         start_other_sums<PARTS>(o, 0, 1);
         wgmma_wait<1>();
