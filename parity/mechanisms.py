@@ -19,7 +19,7 @@ from probes.core.records import Mechanism, Record, State, Verdict
 from probes.core.rows import absent_rows
 from probes.core.wording import plural
 
-SPLIT_ABOVE = 64  # keys of one decode step that one softmax takes
+SPLIT_ABOVE = {"sparse_attn": 64, "sparse_attn_decode": 128}  # keys of one decode step that one softmax takes, by source of the kernel
 MERGE = "sparse_attn_combine"  # the kernel that merges split softmaxes
 SINK_SHARE = 0.01  # of the softmax: less could be missing without a trace in attn.core
 LEAST_AMAX = 1e-4  # a block of e4m3 codes whose values are smaller has the smallest scale there is
@@ -107,7 +107,7 @@ def _counted(audit: Audit, verdicts: Sequence[Verdict]) -> dict[str, tuple[int, 
     routed = [layer for layer in layers if _seen(audit, f"layers.{layer}.ffn.experts", "prefill")]
     found["hash-routed layers"] = (sum(config.is_hash(layer) for layer in routed), "layers whose experts come from tid2eid")
     found["score-routed layers"] = (sum(not config.is_hash(layer) for layer in routed), "layers whose experts come from the gate")
-    found["keys split in decode"] = (_split(audit), f"decode queries of more than {SPLIT_ABOVE} keys, where production launched {MERGE}")
+    found["keys split in decode"] = (_split(audit), f"decode queries of more keys than one softmax takes ({' or '.join(str(n) for n in SPLIT_ABOVE.values())}), where production launched {MERGE}")
     shares = [_sink_takes(audit, layer, phase) for layer in layers for phase in ("prefill", "decode")]
     found["sink takes its share"] = (sum(shares), f"queries and heads whose sink takes over {100 * SINK_SHARE:g} % of the attention")
     found["extreme scales"] = (sum(_smallest(audit, layer, phase) for layer in layers for phase in ("prefill", "decode")), f"stored blocks of 64 values below {LEAST_AMAX:g}, where the scale is the smallest there is")
@@ -167,10 +167,11 @@ def _discarding(audit: Audit, layer: int, phase: str) -> int:
 
 def _split(audit: Audit) -> int:
     launched: Callable[[], list[tuple[str, str, str, str, int]]] = getattr(audit.production, "kernels", list)
-    if not any(kernel == MERGE and launches for _, kernel, _, _, launches in launched()):
+    above = max((SPLIT_ABOVE[source] for source, kernel, _, _, launches in launched() if kernel == MERGE and launches), default=0)
+    if not above:
         return 0
     shown = [_value(audit, layer, "attn.visible", "decode") for layer in audit.plan.layers]
-    return max((int(((visible >= 0).sum(-1) > SPLIT_ABOVE).sum()) for visible in shown if visible is not None), default=0)
+    return max((int(((visible >= 0).sum(-1) > above).sum()) for visible in shown if visible is not None), default=0)
 
 
 def _sink_takes(audit: Audit, layer: int, phase: str) -> int:
