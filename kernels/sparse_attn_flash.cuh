@@ -62,6 +62,7 @@ template <int D, int HEADS, int PARTS> struct Shape {
   static constexpr int SOURCE = RAW + KEYS * BYTES, RESCALE = SOURCE + KEYS * 8, WEIGHT = RESCALE + HEADS * 4;
   static constexpr int SEEN = WEIGHT + HEADS * 4, SHARED = SEEN + 16 + 16;
   static_assert(HEADS == 16 || HEADS == 32 || HEADS == 64, "heads of a block");
+  static_assert(SHARED <= 227 * 1024 && MAX_SPLITS * HEADS * 8 + HEADS * 4 <= SEEN, "what fits in shared memory, also when merging");
 };
 
 // ---- entries ----
