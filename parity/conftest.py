@@ -149,14 +149,14 @@ def _component_of(operation: str) -> str:
 
 @pytest.fixture(scope="session")
 def device(pytestconfig: pytest.Config) -> Any:
-    """The opened device that `--device` names. Without one the operation is not run."""
+    """The opened device that `--device` names. Without one the operation is not run. The CPU emulates Hopper's instructions."""
     from production.launch import open_device
 
     run = pytestconfig.stash.get(RUN, None)
     name = run.device if run is not None else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         pytest.skip("no device: --device cuda, and torch sees no CUDA device here")
-    opened = open_device(name)
+    opened = open_device(name, emulate="sm_90a" if name == "cpu" else None)
     if run is not None:
         run.devices.append(opened)
     return opened

@@ -45,6 +45,7 @@ from reference.config import InputError
 __all__ = ["CpuDevice", "CudaDevice", "Device", "Graph", "KernelError", "Launch", "LaunchObserver", "open_device"]
 
 Argument = Tensor | int | float | None
+EMULATED = ("sm_90a",)  # architectures whose own instructions the CPU device can emulate
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Device(ABC):
     name          "cpu" or "cuda"
     torch_device  where tensors must live
     arch          "cpu-x86_64", "cpu-aarch64", "sm_90a", ...
+    archs         architectures whose kernel files run here: the own one, and one that is emulated
     kernels_dir   folder of the .cu files: the project's, or any copy of it
     """
 
@@ -135,18 +137,22 @@ class Device(ABC):
         """Every source name of the kernels directory."""
         return sorted(p.stem for p in self.kernels_dir.glob("*.cu"))
 
+    @property
+    def archs(self) -> tuple[str, ...]:
+        return (self.arch,)
+
     def own_source_path(self, source: str) -> Path:
         """The .cu file of a source name that is to run here. KernelError when it is for other architectures."""
         path = self.source_path(source)
-        check_architecture(source, path.read_text(encoding="utf-8"), self.arch)
+        check_architecture(source, path.read_text(encoding="utf-8"), *self.archs)
         return path
 
     def own_paths(self, sources: Sequence[str] | None) -> list[Path]:
-        """The .cu files of these sources, None: of all that are for this architecture."""
+        """The .cu files of these sources, None: of all that run here."""
         if sources is not None:
             return [self.own_source_path(s) for s in sources]
         paths = [self.source_path(s) for s in self.sources()]
-        return [p for p in paths if self.arch in (architectures(p.read_text(encoding="utf-8")) or (self.arch,))]
+        return [p for p in paths if set(self.archs) & set(architectures(p.read_text(encoding="utf-8")) or self.archs)]
 
     def launch(
         self, source: str, kernel: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument],
@@ -275,8 +281,13 @@ class CpuGraph(Graph):
 class CpuDevice(Device):
     """Kernels built with g++, run on CPU tensors; a launch has finished when it returns."""
 
-    def __init__(self, kernels_dir: Path | None, *, checked: bool, mma_sum: str, fast_tiles: bool, order: str) -> None:
+    def __init__(
+        self, kernels_dir: Path | None, *, checked: bool, mma_sum: str, fast_tiles: bool, order: str, emulate: str | None
+    ) -> None:
         super().__init__(kernels_dir)
+        if emulate not in (None, *EMULATED):
+            raise InputError(f"emulate {emulate!r}: there is {', '.join(EMULATED)}")
+        self.emulated = emulate
         self.name, self.torch_device = "cpu", torch.device("cpu")
         self.arch = f"cpu-{cpu_device.MACHINE}"
         self.checked = checked
@@ -290,10 +301,17 @@ class CpuDevice(Device):
         self._modules: dict[str, cpu_device.Module] = {}
         self._kernels: dict[tuple[str, str], cpu_device.Kernel] = {}
 
+    @property
+    def archs(self) -> tuple[str, ...]:
+        return (self.arch, *((self.emulated,) if self.emulated else ()))
+
     def module(self, source: str) -> cpu_device.Module:
         """A file, built and loaded."""
         if source not in self._modules:
-            module = cpu_device.Module(self.own_source_path(source), checked=self.checked)
+            path = self.own_source_path(source)
+            if self.checked and architectures(path.read_text(encoding="utf-8")):
+                raise KernelError(f"{source}: the checked build knows no mbarrier; emulated kernels run in the plain one")
+            module = cpu_device.Module(path, checked=self.checked)
             self._modules[source], self._builds[source] = module, module.build
         return self._modules[source]
 
@@ -326,7 +344,10 @@ class CpuDevice(Device):
         return self._found(source, kernel).parameters
 
     def prebuild(self, sources: Sequence[str] | None = None) -> None:
-        cpu_device.build_all(self.own_paths(sources), checked=self.checked)
+        paths = self.own_paths(sources)
+        if self.checked:
+            paths = [p for p in paths if not architectures(p.read_text(encoding="utf-8"))]
+        cpu_device.build_all(paths, checked=self.checked)
 
     def synchronize(self) -> None:
         pass
@@ -468,6 +489,7 @@ def open_device(
     fast_tiles: bool = True,
     order: str = "forward",
     kernels_dir: Path | None = None,
+    emulate: str | None = None,
 ) -> Device:
     """The device of that name, "cpu" or "cuda". The other options exist on the CPU only.
 
@@ -476,11 +498,12 @@ def open_device(
     fast_tiles  whole-tile products in one step, the bits of 'fma_chain'
     order       'forward', 'reverse' or 'random': who runs first; the bits must not depend on it
     kernels_dir a copy of kernels/, e.g. with a planted fault
+    emulate     'sm_90a': kernel files for this architecture run too, their instructions emulated (kernels/cpu/hopper_on_cpu.h)
     """
     if name == "cpu":
-        return CpuDevice(kernels_dir, checked=checked, mma_sum=mma_sum, fast_tiles=fast_tiles, order=order)
+        return CpuDevice(kernels_dir, checked=checked, mma_sum=mma_sum, fast_tiles=fast_tiles, order=order, emulate=emulate)
     if name == "cuda":
-        if checked or mma_sum != "fma_chain" or order != "forward":
-            raise InputError("checked, mma_sum and order are options of the CPU device; the GPU has compute-sanitizer")
+        if checked or mma_sum != "fma_chain" or order != "forward" or emulate:
+            raise InputError("checked, mma_sum, order and emulate are options of the CPU device; the GPU has compute-sanitizer")
         return CudaDevice(kernels_dir)
     raise InputError(f"device {name!r} is not known; there are: cpu, cuda")

@@ -129,11 +129,11 @@ def architectures(text: str) -> tuple[str, ...]:
     return tuple(found[1].split()) if found else ()
 
 
-def check_architecture(source: str, text: str, arch: str) -> None:
-    """KernelError when a kernel file is not for this architecture."""
+def check_architecture(source: str, text: str, *archs: str) -> None:
+    """KernelError when a kernel file is for none of these architectures."""
     made_for = architectures(text)
-    if made_for and arch not in made_for:
-        raise KernelError(f"{source} runs on {', '.join(made_for)} only, this is {arch}")
+    if made_for and not set(archs) & set(made_for):
+        raise KernelError(f"{source} runs on {', '.join(made_for)} only, this is {archs[0]}")
 
 
 def kernel_names(text: str) -> list[str]:

@@ -189,6 +189,8 @@ def test_unknown_names_list_the_near_ones(device):
         ({"name": "cpu", "mma_sum": "tensor_cores"}, "near: tensor_core"),
         ({"name": "cpu", "kernels_dir": Path("/nonexistent")}, "kernels directory /nonexistent does not exist"),
         ({"name": "cuda", "checked": True}, "options of the CPU device"),
+        ({"name": "cuda", "emulate": "sm_90a"}, "options of the CPU device"),
+        ({"name": "cpu", "emulate": "sm_100a"}, "emulate 'sm_100a': there is sm_90a"),
     ],
 )
 def test_bad_options_are_input_errors(options, message):
@@ -389,6 +391,11 @@ def test_a_file_for_another_architecture_is_neither_built_nor_run(tmp_path, fres
     assert len(list((fresh_cache / "cpu").glob("*-*.so"))) == 2  # the runtime and the other file
     with pytest.raises(KernelError, match=f"^hopper runs on sm_90a only, this is {device.arch}$"):
         device.launch("hopper", "wgmma_of", (1,), (32,), (torch.zeros(32), torch.zeros(32)))
+    emulating, out = open_device("cpu", kernels_dir=folder, emulate="sm_90a"), torch.zeros(32)
+    emulating.launch("hopper", "wgmma_of", (1,), (32,), (torch.arange(32.0), out))
+    assert torch.equal(out, torch.arange(32.0) / 2)
+    with pytest.raises(KernelError, match="the checked build knows no mbarrier"):
+        open_device("cpu", kernels_dir=folder, emulate="sm_90a", checked=True).launch("hopper", "wgmma_of", (1,), (32,), (out, out))
 
 
 # ---- schedules and cost ----
