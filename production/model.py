@@ -33,7 +33,7 @@ from production.launch import Device, open_device
 from production.moe import MoE
 from production.variants import Plan, fitted, plan_of, with_p_bf16
 from production.weights import HyperWeights, LayerWeights, LoadAudit, ModelWeights, load_weights
-from production.workspace import Call, Step, Workspace
+from production.workspace import Call, Half, Step, Workspace
 from reference.checkpoint import Checkpoint
 from reference.config import InputError, ModelConfig
 from reference.points import Taps, points_of_model
@@ -45,18 +45,28 @@ DEFAULT_MAX_CONTEXT = 8192
 
 
 class HyperConnection:
-    """The mixing around one half of a block (mHC): n residual streams in, one input out, and back."""
+    """The mixing around one half of a block (mHC): n residual streams in, one input out, and back.
 
-    def __init__(self, dev: Device, config: ModelConfig, half: str, weights: HyperWeights) -> None:
-        self.dev, self.config, self.name, self.w = dev, config, f"hc_{half}", weights
+    Fused variants put the half before back, mix, and norm the input (`norm`, its weight) in the launches of `pre`; `post` only notes
+    the half in the call, for the next `pre`, for `put_back`, or for the head.
+    """
+
+    def __init__(self, dev: Device, config: ModelConfig, half: str, weights: HyperWeights, norm: Tensor) -> None:
+        self.dev, self.config, self.name, self.w, self.norm = dev, config, f"hc_{half}", weights, norm
 
     def pre(self, X: Tensor, step: Step) -> Tensor:
         """X [T, n, D] -> the block's input a [T, D]; pre, post and comb stay in the buffers for `post`."""
         c, w, buf = self.config, self.w, step.call.flat
+        before, step.call.half = step.call.half, None
+        assert before is None or before.X is X
         ops.hc_pre(
             self.dev, X, w.fn, w.base, w.scale, buf.pre, buf.post, buf.comb, buf.a,
             c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps, variant=step.variants.hyper_connection,
+            sums=step.call.sums, counters=step.call.counters, norm=(self.norm, buf.x) if step.variants.mixes_at_once else None,
+            before=None if before is None else (before.y, before.streams),
         )  # fmt: skip
+        if before is not None:
+            before.show()
         step.emit(f"{self.name}.pre", buf.pre)
         step.emit(f"{self.name}.post", buf.post)
         step.emit(f"{self.name}.comb", buf.comb)
@@ -65,8 +75,19 @@ class HyperConnection:
 
     def post(self, y: Tensor, X: Tensor, out: Tensor, step: Step) -> None:
         """The block's output y [T, D] put back: out [T, n, D], not X itself."""
+        if step.variants.mixes_at_once:
+            step.call.half = Half(y, X, out, lambda: step.emit(f"{self.name}.X", out))
+            return
         ops.hc_post(self.dev, y, X, step.call.flat.post, step.call.flat.comb, out)
         step.emit(f"{self.name}.X", out)
+
+
+def put_back(dev: Device, call: Call) -> None:
+    """The half that no `pre` has put back."""
+    half, call.half = call.half, None
+    if half is not None:
+        ops.hc_post(dev, half.y, half.streams, call.flat.post, call.flat.comb, half.X, variant="columns")
+        half.show()
 
 
 class Block:
@@ -74,19 +95,20 @@ class Block:
 
     def __init__(self, dev: Device, config: ModelConfig, layer: int, weights: LayerWeights) -> None:
         self.dev, self.config, self.layer, self.w = dev, config, layer, weights
-        self.hc_attn = HyperConnection(dev, config, "attn", weights.hc_attn)
+        self.hc_attn = HyperConnection(dev, config, "attn", weights.hc_attn, weights.attn_norm)
         self.attn = Attention(dev, config, layer, weights.attn)
-        self.hc_ffn = HyperConnection(dev, config, "ffn", weights.hc_ffn)
+        self.hc_ffn = HyperConnection(dev, config, "ffn", weights.hc_ffn, weights.ffn_norm)
         self.ffn = MoE(dev, config, weights)
 
     def norm(self, a: Tensor, weight: Tensor, point: str, step: Step) -> Tensor:
         x = step.call.flat.x
-        ops.rms_norm(self.dev, a, weight, x, self.config.rms_norm_eps)
+        if not step.variants.mixes_at_once:  # else `pre` has made it
+            ops.rms_norm(self.dev, a, weight, x, self.config.rms_norm_eps)
         step.emit(point, x)
         return x
 
     def __call__(self, state: State, step: Step) -> None:
-        """buf.X [T, n, D] -> buf.X after the layer; the layer's cache takes the tokens."""
+        """buf.X [T, n, D] -> buf.X after the layer, or a half noted that makes it; the layer's cache takes the tokens."""
         buf = step.call.flat
         a = self.hc_attn.pre(buf.X, step)
         y = self.attn(self.norm(a, self.w.attn_norm, "attn.norm", step), state, step)
@@ -376,12 +398,24 @@ class Transformer:
         ops.token_positions(dev, cache.lengths[0], count[0], buf.position, buf.row)
         ops.embed(dev, buf.tokens, self.weights.embed, buf.position, buf.X)
         show("embed", buf.X.view(b, s, c.hc_mult, -1)[:, :, 0])
+        call.half = None
         for layer in self.layers:
             self._run_block(layer, state, call, count[layer], counts, choices, decode, taps)
         w = self.weights.hc_head
-        ops.hc_head(dev, buf.X, w.fn, w.base, w.scale, buf.a, c.hc_eps, c.rms_norm_eps)
+        variants = self.plan.decode if decode else self.plan.prefill
+        if variants.mixes_at_once:
+            half, call.half = call.half, None
+            ops.hc_head(
+                dev, buf.X, w.fn, w.base, w.scale, buf.a, c.hc_eps, c.rms_norm_eps, variants.hyper_connection, call.sums, call.counters,
+                norm=(self.weights.norm, buf.x), before=None if half is None else (half.y, half.streams),
+                mixing=None if half is None else (buf.post, buf.comb),
+            )  # fmt: skip
+            if half is not None:
+                half.show()
+        else:
+            ops.hc_head(dev, buf.X, w.fn, w.base, w.scale, buf.a, c.hc_eps, c.rms_norm_eps)
+            ops.rms_norm(dev, buf.a, self.weights.norm, buf.x, c.rms_norm_eps)
         show("hc_head", buf.a.view(b, s, -1))
-        ops.rms_norm(dev, buf.a, self.weights.norm, buf.x, c.rms_norm_eps)
         show("norm", buf.x.view(b, s, -1))
         if decode:
             ops.linear_bf16(dev, buf.x, self.weights.head, logits[:, 0], variant=self.plan.decode.linear)
@@ -405,7 +439,9 @@ class Transformer:
         """The same of one layer, on the streams in call.flat.X; count [b]."""
         length = state.cache.layers[layer].length
         ops.token_positions(self.device, length, count, call.flat.position, call.flat.row)
+        call.half = None
         self._run_block(layer, state, call, count, counts, choices, decode, taps)
+        put_back(self.device, call)
         ops.advance(self.device, length, count)
 
     def _run_block(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from production.launch import Device
+from production.ops.hyper_connection import AT_ONCE_VARIANTS, mixing_fits
 from production.ops.indexer import FAST_DIM, prepared_heads
 from production.ops.sparse_attn import FLASH, flash_fits
 from reference.config import InputError, ModelConfig
@@ -32,6 +33,11 @@ class Variants:
     sparse_attn: str | None = None
     hyper_connection: str | None = None
 
+    @property
+    def mixes_at_once(self) -> bool:
+        """Whether hc_post, hc_pre and the norm after it are one operation."""
+        return self.hyper_connection in AT_ONCE_VARIANTS
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -50,8 +56,8 @@ class Plan:
 PORTABLE = Plan("portable", decode=Variants(linear="thin", experts="thin"), prefill=Variants(linear="mma", experts="mma"))
 FAST = Plan(
     "fast",
-    decode=Variants(linear="thin", experts="thin", topk="stream", indexer_score="int8", sparse_attn="flash"),
-    prefill=Variants(linear="mma", experts="mma", topk="stream", indexer_score="int8_tiles", sparse_attn="flash"),
+    decode=Variants(linear="thin", experts="thin", topk="stream", indexer_score="int8", sparse_attn="flash", hyper_connection="split"),
+    prefill=Variants(linear="mma", experts="mma", topk="stream", indexer_score="int8_tiles", sparse_attn="flash", hyper_connection="mma"),
 )
 PLANS = {plan.name: plan for plan in (PORTABLE, FAST)}
 
@@ -67,16 +73,20 @@ def plan_of(name: str | None, device: Device) -> Plan:
 
 def fitted(plan: Plan, config: ModelConfig) -> Plan:
     """The plan for a model of these shapes: scores of other keys than those of 128 dims, or of too many heads, by `entries`; attention
-    of heads that `flash` is not built for by the wrapper's own choice.
+    of heads that `flash` is not built for, and mixing of other streams than four of a multiple of 256, by the wrapper's own choice.
     """
     integers = config.index_head_dim == FAST_DIM and prepared_heads(config.index_n_heads) is not None
     flash = flash_fits(config.head_dim, config.qk_rope_head_dim)
+
+    mixing = mixing_fits(config.hc_mult, config.hidden_size, config.hc_eps)
 
     def fit(variants: Variants) -> Variants:
         if not integers and variants.indexer_score is not None and variants.indexer_score.startswith("int8"):
             variants = replace(variants, indexer_score="entries")
         if not flash and variants.sparse_attn in FLASH:
             variants = replace(variants, sparse_attn=None)
+        if not mixing and variants.mixes_at_once:
+            variants = replace(variants, hyper_connection=None)
         return variants
 
     return replace(plan, decode=fit(plan.decode), prefill=fit(plan.prefill))

@@ -205,7 +205,8 @@ class _Loader:
         return tensor
 
     def f32(self, name: str) -> Tensor:
-        return self.take(name, dtype=torch.float32)
+        tensor = self.take(name, dtype=torch.float32)
+        return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()  # kernels read 16 bytes; a file's view begins anywhere
 
     def linear8(self, name: str) -> Linear8:
         return Linear8(self.take(f"{name}.weight", view=torch.uint8), self.take(f"{name}.scale"))

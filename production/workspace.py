@@ -149,13 +149,24 @@ def buffer_shapes(c: ModelConfig, max_context: int) -> dict[str, tuple[torch.dty
     return shapes
 
 
+@dataclass(frozen=True)
+class Half:
+    """Output y [T, D] of half a block that is not put back yet: X [T, n, D] from `streams`; show: what observers see of it then."""
+
+    y: Tensor
+    streams: Tensor
+    X: Tensor
+    show: Callable[[], None]
+
+
 class Call:
     """The buffers of one call shape: `b` rows of `s` tokens.
 
     flat     Buffers viewed at T = b * s
     pool     PoolBuffers by "compressor.4", "compressor.128", "indexer.compressor", those the model has
     shared   SharedBuffers viewed at T
-    scratch  of the experts | prepared  of indexer_score | lists  of topk
+    half     that the next mixing of the streams puts back, None: the streams are complete
+    scratch  of the experts | prepared  of indexer_score | lists  of topk | sums  of hc_pre and hc_head
     counters of blocks that finish a row together; zero between kernels: the last block of a row resets its counter
     """
 
@@ -164,7 +175,8 @@ class Call:
         self.flat = Buffers(**{name: tensor[: self.T] for name, tensor in owner.tensors.items()})
         self.shared = SharedBuffers(*(getattr(owner.shared, f.name)[: self.T] for f in fields(SharedBuffers)))
         self.pool = {name: owner.pool_at(name, s) for name in owner.pools}
-        self.scratch, self.lists, self.counters = owner.scratch, owner.lists, owner.counters
+        self.scratch, self.lists, self.sums, self.counters = owner.scratch, owner.lists, owner.sums, owner.counters
+        self.half: Half | None = None
         self._score, self.prepared = owner.score, owner.prepared
 
     def score(self, entries: int) -> Tensor:
@@ -187,6 +199,8 @@ class Workspace:
         self.shared = SharedBuffers.allocate(T, c.moe_intermediate_size, device)
         self.scratch = make(I32, max(1, ops.experts_scratch(T, c.num_experts_per_tok, c.n_routed_experts)))
         self.counters = make(I32, COUNTERS)
+        D = c.hidden_size
+        self.sums = make(F32, max(ops.mix_scratch(T, D, "mma"), ops.mix_scratch(batch, D, "split")))
         kinds = {c.ratio(layer) for layer in layers}
         self.score = make(F32, T * entry_capacity(4, max_context) if 4 in kinds else 0)
         self.prepared = make(torch.uint8, ops.indexer_scratch(T, c.index_n_heads) if 4 in kinds else 0)
@@ -227,7 +241,7 @@ class Workspace:
 
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        owned = [*self.tensors.values(), self.scratch, self.score, self.prepared, self.lists, self.counters]
+        owned = [*self.tensors.values(), self.scratch, self.score, self.prepared, self.lists, self.sums, self.counters]
         owned += [getattr(self.shared, f.name) for f in fields(SharedBuffers)]
         owned += [getattr(pool, f.name) for pool in self._pool_memory.values() for f in fields(PoolBuffers)]
         return sum(tensor.numel() * tensor.element_size() for tensor in owned)

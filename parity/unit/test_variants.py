@@ -20,6 +20,12 @@ def test_each_device_has_its_own_plan(arch, plan):
     assert plan_of(None, on(arch)) is plan
 
 
+def shapes(**others: Any) -> Any:
+    """What a plan asks of a model: Flash's, but for `others`."""
+    flash = {"index_n_heads": 64, "index_head_dim": 128, "head_dim": 512, "qk_rope_head_dim": 64, "hc_mult": 4, "hidden_size": 4096, "hc_eps": 1e-6}
+    return SimpleNamespace(**flash | others)
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_a_named_plan_is_taken_on_any_device(name):
     assert plan_of(name, on("cpu-x86_64")).name == name
@@ -32,7 +38,7 @@ def test_an_unknown_plan_is_bad_input():
 
 @pytest.mark.parametrize(("heads", "width", "takes"), [(64, 128, True), (8, 128, True), (65, 128, False), (64, 64, False), (64, 256, False)])
 def test_index_scores_by_integers_are_for_keys_of_128_and_64_heads_at_most(heads, width, takes):
-    config: Any = SimpleNamespace(index_n_heads=heads, index_head_dim=width, head_dim=512, qk_rope_head_dim=64)
+    config = shapes(index_n_heads=heads, index_head_dim=width)
     plan = fitted(FAST, config)
     assert (plan.decode.indexer_score, plan.prefill.indexer_score) == (("int8", "int8_tiles") if takes else ("entries", "entries"))
     assert fitted(PORTABLE, config) == PORTABLE
@@ -40,9 +46,18 @@ def test_index_scores_by_integers_are_for_keys_of_128_and_64_heads_at_most(heads
 
 @pytest.mark.parametrize(("width", "rotary", "takes"), [(512, 64, True), (128, 64, True), (96, 32, False), (512, 32, False), (256, 64, False)])
 def test_flash_attention_is_for_the_widths_it_is_built_for(width, rotary, takes):
-    config: Any = SimpleNamespace(index_n_heads=64, index_head_dim=128, head_dim=width, qk_rope_head_dim=rotary)
+    config = shapes(head_dim=width, qk_rope_head_dim=rotary)
     plan = fitted(FAST, config)
     assert (plan.decode.sparse_attn, plan.prefill.sparse_attn) == (("flash", "flash") if takes else (None, None))
+    assert fitted(PORTABLE, config) == PORTABLE
+
+
+@pytest.mark.parametrize(("streams", "width", "eps", "takes"), [(4, 4096, 1e-6, True), (4, 7168, 1e-6, True), (4, 256, 1e-6, True), (2, 4096, 1e-6, False), (4, 320, 1e-6, False), (4, 4096, 0.0, False)])
+def test_mixing_at_once_is_for_four_streams_of_multiples_of_256(streams, width, eps, takes):
+    config = shapes(hc_mult=streams, hidden_size=width, hc_eps=eps)
+    plan = fitted(FAST, config)
+    assert (plan.decode.hyper_connection, plan.prefill.hyper_connection) == (("split", "mma") if takes else (None, None))
+    assert (plan.decode.mixes_at_once, plan.prefill.mixes_at_once) == (takes, takes)
     assert fitted(PORTABLE, config) == PORTABLE
 
 

@@ -25,7 +25,7 @@ from production.ops.dense import (
     swiglu,
     token_positions,
 )
-from production.ops.hyper_connection import hc_head, hc_post, hc_pre
+from production.ops.hyper_connection import hc_head, hc_post, hc_pre, mix_scratch
 from production.ops.indexer import hadamard_e2m1, indexer_score, indexer_scratch
 from production.ops.layout import entry_bytes
 from production.ops.sparse_attn import merge_counters, sparse_attn, splits_for
@@ -54,6 +54,7 @@ __all__ = [
     "linear_bf16",
     "linear_fp8",
     "merge_counters",
+    "mix_scratch",
     "moe_combine",
     "rms_norm",
     "rope",

@@ -24,8 +24,16 @@ from production.ops.layout import rows as _rows
 SLOT, SPLIT_STRIP, MMA_STRIP = 28, 64, 256  # as in kernels/hyper_connection_split.cu: numbers of a part, columns of a part
 AT_ONCE, LAST_BLOCK_TOKENS = 8, 2  # tokens of a block of hc_sums; calls of so many finish in one launch
 
+AT_ONCE_VARIANTS = ("split", "mma")
+LEAST_EPS = 1e-9  # the kernels take reciprocals of products of two sums
+
 Norm = tuple[Tensor, Tensor]
 Half = tuple[Tensor, Tensor]
+
+
+def mixing_fits(n: int, D: int, hc_eps: float) -> bool:
+    """Whether `split` and `mma` take n streams of D."""
+    return n == 4 and D % MMA_STRIP == 0 and D <= 8192 and hc_eps >= LEAST_EPS
 
 
 def mix_scratch(T: int, D: int, variant: str) -> int:
@@ -127,7 +135,7 @@ def _mix(
     name = f"{operation} {which}"
     strip = SPLIT_STRIP if which == "split" else MMA_STRIP
     _need(n == 4 and D <= 8192 and D % strip == 0, name, f"{n} streams of {D}, it takes 4 of up to 8192 in multiples of {strip}; the variant block takes any")
-    _need(hc_eps >= 1e-9, name, f"hc_eps {hc_eps}: reciprocals of two sums at once need 1e-9 or more")
+    _need(hc_eps >= LEAST_EPS, name, f"hc_eps {hc_eps}, expected {LEAST_EPS} or more")
     _need(1 <= T <= 65535 * AT_ONCE or not T, name, f"{T} tokens")
     held = 0 if sums is None else sums.numel()
     _need(held >= mix_scratch(T, D, which), name, f"sums has {held} numbers, {T} tokens need {mix_scratch(T, D, which)}")
