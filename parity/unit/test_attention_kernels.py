@@ -18,7 +18,7 @@ import pytest
 from parity import test_operations_attention as checks
 from probes.core.inputs import Hostile
 from production import cpu_device
-from production.launch import CpuDevice, open_device
+from production.launch import CpuDevice, KernelError, open_device
 
 Check = tuple[Callable[..., None], Mapping[str, Any]]
 
@@ -138,3 +138,17 @@ def test_a_mutated_kernel_turns_its_check_red(source: str, find: str, replace: s
     function, arguments = check
     with pytest.raises((pytest.fail.Exception, AssertionError)):
         function(**arguments, device=open_device("cpu", kernels_dir=kernels), hostile=Hostile(), judge=judge)
+
+
+@pytest.mark.parametrize(
+    ("shape", "way", "said"),
+    [
+        ("17 heads, d=70", {"variant": "flash"}, "is built for d in"),
+        ("tiny", {"variant": "flash", "splits": 65}, "65 splits"),
+        ("tiny", {"variant": "flash", "heads": 64}, "with 64 heads a block"),
+        ("tiny", {"variant": "mma", "merged": True}, "are for flash"),
+    ],
+)
+def test_flash_refuses_what_it_is_not_built_for(shape: str, way: dict[str, Any], said: str) -> None:
+    with pytest.raises(KernelError, match=said):
+        checks.edge_keys("window only", shape).run(open_device("cpu"), Hostile(), **way)
