@@ -305,7 +305,7 @@ def ldmatrix_probe() -> Case:
         def pair(m: Tensor) -> Tensor:  # lane l: row l / 4, columns 2 (l % 4)..
             return (m[:, 0::2] | m[:, 1::2] << 16).reshape(32)
 
-        rows = [pair(v[m]) for m in (0, 1, 2, 3, 0, 1)] + [pair(v[m].T) for m in (0, 1)]
+        rows = [pair(v[m]) for m in (0, 1, 2, 3, 0, 1)] + [pair(v[m].T) for m in (0, 1, 0, 1, 2, 3)]
         packed = torch.stack(rows)
         return {"registers": torch.where(packed >= 2**31, packed - 2**32, packed)}
 
@@ -313,7 +313,7 @@ def ldmatrix_probe() -> Case:
         "ldmatrix_probe",
         "warp_probe.cu",
         {"values": values},
-        {"registers": ((8, 32), torch.int32)},
+        {"registers": ((12, 32), torch.int32)},
         [Step("ldmatrix_probe", (1,), (32,), ["values", "registers"])],
         reference,
         0.0,
