@@ -18,6 +18,7 @@ capture froze shows without a GPU too. Tests: parity/unit/test_launch.py, parity
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -206,7 +207,7 @@ class Device(ABC):
             raise RuntimeError("a capture is open already")
         if self._observer is not None:
             raise RuntimeError("the device is watched: launches of a graph cannot be watched one by one")
-        with self._capturing() as graph:
+        with _no_collection(), self._capturing() as graph:
             self._graph = graph
             try:
                 yield graph
@@ -276,6 +277,19 @@ class CpuGraph(Graph):
     def _replay(self) -> None:
         for step in self.steps:
             step()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected inside: an older graph that is freed during a capture invalidates it (CUDA forbids the call)."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class CpuDevice(Device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from parity.unit.cpu_device import kernel_cases
-from production import cpu_device, launch
+from production import cpu_device, launch, ops
 from production.launch import CpuDevice, KernelError, open_device
 from production.signatures import Converter, Parameter, include_closure, kernel_names, signatures
 from reference.config import InputError
@@ -546,3 +547,14 @@ def test_gpu_launch_cost(gpu, mark):
     torch.cuda.synchronize()
     print(f"a launch on the GPU: {min(costs):.1f} us host time")
     assert min(costs) < 60
+
+
+def test_nothing_is_collected_while_a_graph_is_captured():
+    """A graph freed during the capture of another invalidates it on a GPU."""
+    device = open_device("cpu")
+    x = torch.ones(1, 8, dtype=torch.bfloat16)
+    assert gc.isenabled()
+    with device.capture():
+        assert not gc.isenabled()
+        ops.rms_norm(device, x, None, torch.empty_like(x), 1e-6)
+    assert gc.isenabled()
