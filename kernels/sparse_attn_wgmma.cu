@@ -10,7 +10,7 @@
 //          a whole power of two, p at most 2^8: it moves when a score is more than 8 powers above. One rounding, to bf16, at
 //          the store. Sums of exponentials: two, over even and odd tiles, added last. A token's result depends on its own data
 // launch   grid = (blocks <= tokens * ceil(h / 64)), persistent: one a multiprocessor; block = 384; shared memory: SHARED_BYTES
-// variants sparse_attn_wgmma, and _p16: p rounded to one bf16 (point `p.bf16`)
+// variants sparse_attn_wgmma, and _p_bf16: p rounded to one bf16 (point `p.bf16`)
 //
 // Roles. Two warpgroups multiply, one loads. Tile i of 64 keys lies in stage i % 2 of shared memory as 8 panels of 64 dims,
 // the swizzle of hopper.cuh, and is operand twice: keys x dims for the scores, dims x keys for the sums. Warpgroup i % 2 has its
@@ -594,7 +594,7 @@ sparse_attn_wgmma(const __nv_bfloat16 *q, const unsigned char *ring, const int *
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-sparse_attn_wgmma_p16(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position,
+sparse_attn_wgmma_p_bf16(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position,
                       const unsigned char *entries, const int *selected, const int *position, const int *row,
                       const float *sink, __nv_bfloat16 *out, int *visible, int heads, int d, int r, int slots, int window,
                       int listed, int capacity, int ratio, float scale, long long q_stride, long long ring_row_stride,

@@ -639,7 +639,7 @@ class Keys:
 
     def judge(self, device, hostile, judge, case: str, **way: Any) -> None:
         out, visible = self.run(device, hostile, **way)
-        rounds = way.get("variant") == "flash_p_bf16"
+        rounds = str(way.get("variant")).endswith("p_bf16")
         judge("sparse_attn", f"{case}: keys seen", visible, exact=True, reference=lambda: self.visible_rows()[self.position >= 0])
         judge("sparse_attn", case, out, reference=lambda: self.expected(Sums(), F64, rounds), twins=rounded_twins(lambda sums: self.expected(sums, F32, rounds)))
 
@@ -929,6 +929,146 @@ def test_hc_pre_mixes_logits_that_overflow_an_exponential(n, D, variant, device,
     judge("hc_pre", f"finite: {case}", comb.isfinite(), exact=True, reference=lambda: torch.ones(comb.shape, dtype=torch.bool))
     judge("hc_pre", f"comb: {case}", comb, row_dims=2, reference=lambda: compute(Sums(), F64), twins=exact_twins(compute))
     hostile.check_guards()
+
+
+def rows_apart(hostile, tensor: Tensor) -> Tensor:
+    """The tensor's rows 16 bytes further apart than they are long, in memory full of NaN."""
+    memory = hostile.packed(torch.full((len(tensor), tensor[0].numel() + 8), NAN).to(tensor.dtype))
+    rows = memory[:, : tensor[0].numel()]
+    rows.copy_(tensor.flatten(1))
+    return rows.unflatten(1, tensor.shape[1:]) if tensor.dim() > 2 else rows
+
+
+AT_ONCE = pytest.mark.parametrize("way", ["split, one launch", "split", "mma, 4 warps", "mma, 8 warps"])
+
+
+class Mixing:
+    """A half put back, the next one's mixing and its norm: inputs of T tokens of four streams of D, and one call of hc_pre or hc_head."""
+
+    def __init__(self, hostile, T: int, D: int, rows: int = 24) -> None:
+        n = 4
+        self.hostile, self.T, self.D, self.rows = hostile, T, D, rows
+        X, self.fn, self.base, self.scale = mixing_world(hostile, T, n, D, rows)
+        self.streams, self.y = rows_apart(hostile, X), rows_apart(hostile, hostile.bf16((T, D), seed=61))
+        self.old_post, self.old_comb = hostile.f32((T, n), seed=62, lo=0.0, hi=2.0, packed=True), hostile.f32((T, n, n), seed=63, lo=0.0, hi=1.0, packed=True)
+        self.weight = hostile.f32((D,), seed=64, packed=True)
+        self.counters = torch.zeros(T, dtype=I32, device=X.device)
+
+    def run(self, device, way: str, tokens: slice, iters: int = 20, hc_eps: float = 1e-6, norm_eps: float = 1e-6, before: bool = True) -> dict[str, Tensor]:
+        streams, y, hostile = self.streams[tokens], self.y[tokens], self.hostile
+        T, n, D = streams.shape
+        variant = way.split(",")[0]
+        out = {"X": hostile.poisoned((T, n, D), BF16) if before else streams, "a": hostile.poisoned((T, D), BF16), "normed": hostile.poisoned((T, D), BF16)}
+        post, comb = (hostile.poisoned(t[tokens].shape, F32) for t in (self.old_post, self.old_comb))
+        if before:
+            post.copy_(self.old_post[tokens])
+            comb.copy_(self.old_comb[tokens])
+        common: dict[str, Any] = {
+            "variant": variant, "sums": hostile.poisoned((ops.mix_scratch(T, D, variant),), F32), "counters": self.counters, "norm": (self.weight, out["normed"]),
+            "before": (y, streams) if before else None, "last_block_tokens": T if "one launch" in way else 0, "warps": 4 if "4" in way else 8,
+        }  # fmt: skip
+        if self.rows == n:
+            ops.hc_head(device, out["X"], self.fn, self.base, self.scale, out["a"], hc_eps, norm_eps, mixing=(post, comb) if before else None, **common)
+        else:
+            out |= {"pre": hostile.poisoned((T, n), F32), "post": post, "comb": comb}
+            ops.hc_pre(device, out["X"], self.fn, self.base, self.scale, out["pre"], post, comb, out["a"], iters, hc_eps, norm_eps, **common)
+        assert not self.counters.any(), "a counter was left behind"
+        return out
+
+    def judge(self, judge, case: str, out: dict[str, Tensor], iters: int = 20, hc_eps: float = 1e-6, norm_eps: float = 1e-6, before: bool = True) -> None:
+        """Each output from what lies before it: X from the old half, the mixing and a from X as it was written, the norm from a."""
+        if before:
+
+            def put_back(sums: Sums, dtype: torch.dtype = F32) -> Tensor:
+                return ref.hc_post(*as_type(dtype, self.y, self.streams, self.old_post, self.old_comb), sums)
+
+            judge("hc_post", f"X: {case}", out["X"], row_dims=2, reference=lambda: put_back(Sums(), F64), twins=rounded_twins(put_back))
+
+        @functools.cache
+        def mixed(sums: Sums, dtype: torch.dtype = F32) -> tuple[Tensor, ...]:
+            x, weight, b, c = as_type(dtype, out["X"], self.fn, self.base, self.scale)
+            return (ref.hc_head(x, weight, b, c, hc_eps, norm_eps, sums),) if self.rows == 4 else ref.hc_pre(x, weight, b, c, iters, hc_eps, norm_eps, sums)
+
+        for which, name, row_dims in ((1, "pre", 1), (2, "post", 1), (3, "comb", 2)):
+            if name in out:
+                judge("hc_pre", f"{name}: {case}", out[name], row_dims=row_dims, reference=lambda which=which: mixed(Sums(), F64)[which],
+                      twins=exact_twins(lambda sums, which=which: mixed(sums)[which]))  # fmt: skip
+        judge("hc_a", case, out["a"], reference=lambda: mixed(Sums(), F64)[0], twins=rounded_twins(lambda sums: mixed(sums)[0]))
+
+        def norm(sums: Sums, dtype: torch.dtype = F32) -> Tensor:
+            return ref.rms_norm(*as_type(dtype, out["a"], self.weight), norm_eps, sums)
+
+        judge("rms_norm", f"after mixing, {case}", out["normed"], reference=lambda: norm(Sums(), F64), twins=rounded_twins(norm))
+        self.hostile.check_guards()
+
+
+@AT_ONCE
+@EPSILONS
+def test_hc_pre_at_once_puts_a_half_back_mixes_and_norms(iters, hc_eps, norm_eps, way, device, hostile, judge):
+    """65 tokens end inside a tile of 16 and behind a block of 64; three blocks of columns, or one for `mma`."""
+    world = Mixing(hostile, 65 if way.startswith("mma") else 19, 256 if way.startswith("mma") else 192)
+    out = world.run(device, way, slice(None), iters, hc_eps, norm_eps)
+    world.judge(judge, f"{way}, {iters} iterations, eps {hc_eps:g}", out, iters, hc_eps, norm_eps)
+    assert (out["comb"] - out["comb"].transpose(1, 2)).norm() / out["comb"].norm() > 0.1, "comb is symmetric here: a transpose would not show"
+
+
+@AT_ONCE
+@pytest.mark.parametrize("D", [512, 4352], ids=lambda v: f"D={v}")
+def test_hc_pre_at_once_of_streams_as_they_are(D, way, device, hostile, judge):
+    """No half before; more columns than one block of the narrow kernel holds."""
+    world = Mixing(hostile, 3, D)
+    world.judge(judge, f"{way}, streams as they are, D={D}", world.run(device, way, slice(None), before=False), before=False)
+
+
+@AT_ONCE
+@pytest.mark.parametrize("before", [True, False], ids=["a half before", "streams as they are"])
+def test_hc_head_at_once(before, way, device, hostile, judge):
+    world = Mixing(hostile, 5, 256, rows=4)
+    world.judge(judge, f"head, {way}, {'a half before' if before else 'streams as they are'}", world.run(device, way, slice(None), before=before), before=before)
+
+
+@AT_ONCE
+def test_hc_pre_at_once_mixes_logits_that_overflow_an_exponential(way, device, hostile, judge):
+    world = Mixing(hostile, 9, 256)
+    for line, offset in enumerate((200.0, -200.0)):
+        world.base[(2 + line) * 4 : (3 + line) * 4] += offset
+    out = world.run(device, way, slice(None))
+    judge("hc_pre", f"finite: {way}, lines moved by +200 and -200", out["comb"].isfinite(), exact=True, reference=lambda: torch.ones(out["comb"].shape, dtype=torch.bool))
+    world.judge(judge, f"{way}, lines moved by +200 and -200", out)
+
+
+def test_hc_pre_at_once_gives_a_token_the_same_bits_however_it_is_run(device, hostile, judge):
+    """Of a phase: alone, in calls of 7, in one of 150; in one launch or two; by blocks of four or eight warps."""
+    world = Mixing(hostile, 150, 256)
+    for ways in (("split", "split, one launch"), ("mma, 8 warps", "mma, 4 warps")):
+        whole = world.run(device, ways[0], slice(None))
+        for way in ways:
+            for step in (7, 150):
+                parts = [world.run(device, way, slice(t, t + step)) for t in range(0, 150, step)]
+                for name, operation in (("X", "hc_post"), ("pre", "hc_pre"), ("post", "hc_pre"), ("comb", "hc_pre"), ("a", "hc_a"), ("normed", "rms_norm")):
+                    judge(operation, f"{way}, calls of {step} = one {ways[0]}: {name}", torch.cat([part[name] for part in parts]), exact=True, reference=lambda name=name, whole=whole: whole[name])
+        alone = world.run(device, ways[1], slice(77, 78))
+        for name, operation in (("X", "hc_post"), ("comb", "hc_pre"), ("a", "hc_a"), ("normed", "rms_norm")):
+            judge(operation, f"{ways[1]}, alone: {name}", alone[name], exact=True, reference=lambda name=name, whole=whole: whole[name][77:78])
+
+
+def test_hc_post_by_columns_gives_the_bits_of_a_block_per_token(device, hostile, judge):
+    world = Mixing(hostile, 7, 1160)
+    by_block, by_columns = hostile.poisoned((7, 4, 1160), BF16), hostile.poisoned((7, 4, 1160), BF16)
+    ops.hc_post(device, world.y, world.streams, world.old_post, world.old_comb, by_block)
+    ops.hc_post(device, world.y, world.streams, world.old_post, world.old_comb, by_columns, variant="columns")
+    judge("hc_post", "columns", by_columns, exact=True, reference=lambda: by_block)
+    hostile.check_guards()
+
+
+def test_hc_at_once_refuses_shapes_that_it_is_not_built_for(device, hostile):
+    world = Mixing(hostile, 2, 96)
+    with pytest.raises(KernelError, match="multiples of 64; the variant block takes any"):
+        world.run(device, "split", slice(None))
+    world = Mixing(hostile, 2, 256)
+    world.streams = hostile.packed(torch.zeros(2, 4 * 256 + 1).bfloat16())[:, 1:].unflatten(1, (4, 256))
+    with pytest.raises(KernelError, match="rows of streams do not begin at multiples of 16 bytes"):
+        world.run(device, "mma, 8 warps", slice(None))
 
 
 @STREAMS

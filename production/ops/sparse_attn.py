@@ -11,6 +11,7 @@ Tests: pytest parity/test_operations_attention.py.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from production.launch import Device, KernelError
@@ -35,6 +36,10 @@ FLASH_ROTARY, FLASH_TILE = 64, 64
 FLASH_SPLIT_KEYS, FLASH_MAX_SPLITS = 128, 16  # what a block reads and writes besides its keys is worth two tiles
 FLASH_TILE_US, FLASH_BLOCK_US, SMS = {64: 3.6, 32: 2.0, 16: 1.3}, 2.5, 132  # on an H200, to choose a block's heads; moves no bit
 
+# sparse_attn_wgmma.cu: parts of p by variant, heads of a block, bytes of shared memory
+WGMMA = {"wgmma": 2, "wgmma_p_bf16": 1}
+WGMMA_DIM, WGMMA_ROTARY, WGMMA_HEADS, WGMMA_SHARED = 512, 64, 64, 231_568
+
 
 def splits_for(max_keys: int, variant: str | None = None) -> int:
     """Splits of a decode step that sees at most max_keys keys: 1 up to 64 keys, then one per 64, at most 64; flash: per 128, at most 16."""
@@ -46,6 +51,11 @@ def splits_for(max_keys: int, variant: str | None = None) -> int:
 def flash_fits(d: int, r: int) -> bool:
     """Whether flash is built for heads of d dims, r of them rotary."""
     return d in FLASH_HEADS and r == FLASH_ROTARY
+
+
+def wgmma_fits(d: int, r: int) -> bool:
+    """Whether the wgmma kernel, for Hopper, is built for heads of d dims, r of them rotary."""
+    return (d, r) == (WGMMA_DIM, WGMMA_ROTARY)
 
 
 def merge_counters(T: int, h: int) -> int:
@@ -85,6 +95,7 @@ def sparse_attn(
     entry numbers read; -1 = none. Variants: naive, tile, mma (16 heads on the tensor cores; default from 16 heads on),
     flash (d 128 or 512, r 64), flash_p_bf16 (the same, p rounded to bf16). Of the last two: done [merge_counters(T, h)] i32,
     zero before and after: splits are merged in the same launch, not by a second one; heads_per_block: None chooses by shape.
+    wgmma, wgmma_p_bf16 (sm_90a, d 512, r 64, one split): 64 heads of a query at a time on Hopper's tensor cores.
     """
     T, h, d = q.shape
     b, slots, size = ring.shape
@@ -109,11 +120,14 @@ def sparse_attn(
         _shape(name, "selected", selected, T, listed)
     if visible is not None:
         _shape(name, "visible", visible, T, window + (capacity if selected is None else listed))
-    which = _choose(name, variant, "mma" if h >= MMA_HEADS else "tile", ("naive", "tile", "mma", *FLASH))
+    which = _choose(name, variant, "mma" if h >= MMA_HEADS else "tile", ("naive", "tile", "mma", *FLASH, *WGMMA))
     _need(which in FLASH or (done is None and heads_per_block is None), name, f"done and heads_per_block are for {', '.join(FLASH)}, not {which}")
     if which in FLASH:
         _need(flash_fits(d, r), name, f"{which} is built for d in {list(FLASH_HEADS)} and r = {FLASH_ROTARY}, not d = {d}, r = {r}")
         _need(splits <= MAX_SPLITS, name, f"{splits} splits, {which} takes at most {MAX_SPLITS}")
+    if which in WGMMA:
+        _need(wgmma_fits(d, r), name, f"{which} is built for d = {WGMMA_DIM} and r = {WGMMA_ROTARY}, not d = {d}, r = {r}")
+        _need(splits == 1, name, f"{splits} splits, {which} has one")
     if not T:
         return
 
@@ -147,6 +161,13 @@ def sparse_attn(
             count = listed if selected is not None else -1
             args = (part_o, part_ml, sink, position, out, h, d, splits, window, count, capacity, ratio, out_stride)
             dev.launch("sparse_attn_decode", "sparse_attn_combine", (T, h), (d // 4,), args)
+        return
+    if which in WGMMA:
+        _need((ring.data_ptr() | (0 if entries is None else entries.data_ptr())) % 8 == 0, name, "ring and entries begin at multiples of 8 bytes")
+        blocks_at_once = torch.cuda.get_device_properties(dev.torch_device).multi_processor_count if dev.torch_device.type == "cuda" else 3
+        args = (*keys, sink, out, visible, *sizes, *where, out_stride, *seen, T)
+        kernel = "sparse_attn_wgmma" if WGMMA[which] == 2 else "sparse_attn_wgmma_p_bf16"
+        dev.launch("sparse_attn_wgmma", kernel, (min(blocks_at_once, T * _ceil(h, WGMMA_HEADS)),), (384,), args, WGMMA_SHARED)
         return
     group = MMA_HEADS if which == "mma" else min(h, HEADS_PER_BLOCK)
     width = _ceil(d, 16) * 16
