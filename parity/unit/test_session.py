@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from probes.core.records import Header, State, Summary, Verdict, read_run
+from probes.core.records import Header, Measurement, State, Summary, Verdict, read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "checkpoints" / "tiny-dsv4"
@@ -153,6 +153,8 @@ BAD_ARGUMENTS = {
     "backwards": (("--layers", "3-1"), "runs backwards"),
     "phase": (("--phase", "both ways"), "prefill, decode or both"),
     "profile": (("--profile", "quick"), "full or faults"),
+    "decode": (("--decode", "compiled"), "--decode compiled: expected eager or replay"),
+    "variants": (("--variants", "slow"), "--variants slow: expected portable or fast"),
     "no steps": (("--phase", "decode", "--steps", "0"), "no decode step"),
     "steps": (("--steps", "1_0"), "--steps 1_0"),
     "context": (("--max-context", "10"), "--max-context is 10"),
@@ -237,6 +239,24 @@ def test_the_id_of_a_record_runs_that_gate_again(shell):
     assert last_lines(out)[0].startswith("incomplete (only 1 test")
     _, (again,), _ = shell.records()
     assert (again.test_id, again.value) == (verdict.test_id, verdict.value)
+
+
+def test_decode_is_replayed_from_graphs_and_the_run_says_so(shell):
+    """The whole chain and the layer alone, captured at 0 tokens and replayed at the prompt's length and beyond."""
+    asked = ("--decode", "replay", "--variants", "fast", "-k", "production_runs or (test_point and hc_ffn.X)")
+    code, out, _ = shell("parity/test_layers.py", *SMALL, *asked)
+    header, verdicts, _ = shell.records()
+    assert code == 0, out
+    assert {v.state for v in verdicts} == {State.PASS}
+    assert (header.decode, header.variants) == ("replay", "fast")
+    graphs = [r.values for r in read_run(shell.report / "run.jsonl") if isinstance(r, Measurement) and r.name == "graph"]
+    assert [graph["of"] for graph in graphs] == ["decode", "layer 0"]
+    for graph in graphs:
+        assert (graph["captured_at"], graph["replayed_at"], graph["replays"], graph["elsewhere"]) == (0, [20, 21], 2, 2)
+        assert graph["launches"] > 10
+    page = (shell.report / "report.html").read_text()
+    assert "replayed from captured graphs" in page
+    assert "fast kernel variants" in page
 
 
 def test_a_selection_of_nothing_is_no_pass(shell):

@@ -259,7 +259,7 @@ def empty_state(state_class: type, config: ModelConfig, tokens: int, prefill_chu
     blocks = [SimpleNamespace(attn=SimpleNamespace(indexer=None))] * config.num_hidden_layers
     model = SimpleNamespace(
         config=config, device=SimpleNamespace(torch_device=device), prefill_chunk=prefill_chunk, layers=tuple(range(config.num_hidden_layers)),
-        blocks=blocks,
+        blocks=blocks, plan=SimpleNamespace(decode=SimpleNamespace(sparse_attn=None)),
     )  # fmt: skip
     return state_class(model, 1, tokens)
 
