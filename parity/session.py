@@ -348,12 +348,13 @@ def uncollected(collector: pytest.Collector, report: pytest.CollectReport) -> No
 
 def say(run: Run) -> Callable[[str], None]:
     """Progress lines that reach the terminal also while pytest captures."""
-    reporter = run.config.pluginmanager.getplugin("terminalreporter")
+    reporter, capture = (run.config.pluginmanager.getplugin(name) for name in ("terminalreporter", "capturemanager"))
 
     def line(text: str) -> None:
         if reporter is not None and run.config.getoption("verbose") >= 0:
-            reporter.ensure_newline()
-            reporter.write_line(f"  {text}")
+            with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
+                reporter.ensure_newline()
+                reporter.write_line(f"  {text}", flush=True)
 
     return line
 

@@ -324,6 +324,7 @@ def test_the_command_line_judges_the_witness_where_it_is_asked_for(tmp_path):
     code, out, err = shell("parity/test_device.py", "-p", "parity.unit.witness_on_cpu", *SMALL)
     assert code == 0, out + err
     _, found, _ = shell.records()
+    assert "prefill: the same layers on the CPU device" in out, "progress does not reach the terminal"
     assert {(v.mode, v.state) for v in found} == {("device", State.PASS)}
     assert {(v.phase, v.step_first, v.step_last) for v in found} == {("prefill", None, None), ("decode", 0, 0), ("decode", 1, 1)}
     names = [getattr(record, "name", "") for record in read_run(shell.report / "run.jsonl")]
