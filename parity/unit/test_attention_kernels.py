@@ -48,6 +48,9 @@ FLASH_P: Check = (checks.test_sparse_attn_flash_keeps_what_bf16_would_round_off_
 FLASH_CODES: Check = (checks.test_sparse_attn_flash_reads_every_code_at_every_scale, {"d": 512, "splits": 1})
 HC_PRE: Check = (checks.test_hc_pre_normalises_columns_last, HC)
 HC_EPS: Check = (checks.test_hc_pre_normalises_columns_last, {**HC, "iters": 3, "hc_eps": 0.03, "norm_eps": 0.5})
+EPS = {"iters": 3, "hc_eps": 0.03, "norm_eps": 0.5}
+SPLIT: Check = (checks.test_hc_pre_at_once_puts_a_half_back_mixes_and_norms, {**EPS, "way": "split, one launch"})
+BY_MMA: Check = (checks.test_hc_pre_at_once_puts_a_half_back_mixes_and_norms, {**EPS, "way": "mma, 8 warps"})
 HC_POST: Check = (checks.test_hc_post_sums_over_the_first_axis_of_comb, {"n": 4, "D": 256})
 HC_HEAD: Check = (checks.test_hc_head_mixes_by_pre_alone, {"n": 2, "D": 161})
 
@@ -77,6 +80,8 @@ CLEAN: dict[str, Check] = {
     "hc_pre naive": (checks.test_hc_pre_normalises_columns_last, {**HC, "n": 2, "D": 161, "variant": "naive"}),
     "hc_post": (checks.test_hc_post_sums_over_the_first_axis_of_comb, {"n": 2, "D": 161}),
     "hc_head": HC_HEAD,
+    **{f"hc at once, {way}": (checks.test_hc_pre_at_once_puts_a_half_back_mixes_and_norms, {**EPS, "way": way}) for way in ("split, one launch", "split", "mma, 4 warps")},
+    "hc_post by columns": (checks.test_hc_post_by_columns_gives_the_bits_of_a_block_per_token, {}),
 }
 
 
@@ -123,6 +128,9 @@ MUTATIONS: dict[str, tuple[str, str, str, Check]] = {
     "a list one entry short": ("topk.cu", "if (tid == 0) list[0] = count,", "if (tid == 0) list[0] = count - 1,", STREAM),
     "-0 below +0": ("topk.cu", "__float_as_uint(score + 0.f)", "__float_as_uint(score)", ZEROS),
     "comb not transposed": ("hyper_connection.cu", "sum[k] = fmaf(mixing[i * n + j]", "sum[k] = fmaf(mixing[j * n + i]", HC_POST),
+    "comb not transposed, at once": ("hyper_connection_split.cu", "sum = fmaf(m.comb[1][j], x1, sum);", "sum = fmaf(m.comb[j][1], x1, sum);", SPLIT),
+    "fn in bf16": ("hyper_connection_split.cu", "for (int term = TERMS - 1; term >= 0; term--)", "for (int term = 0; term >= 0; term--)", BY_MMA),
+    "a part of the columns left out": ("hyper_connection_split.cu", "mine && s < parts ?", "mine && s < parts - 1 ?", SPLIT),
     "one Sinkhorn iteration less": ("hyper_connection.cu", "iteration < iters;", "iteration < iters - 1;", HC_PRE),
     "pre without its eps": ("hyper_connection.cu", "mixes[m] = sigmoid(v) + hc_eps", "mixes[m] = sigmoid(v)", HC_EPS),
 }  # fmt: skip
