@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from production.launch import Device
 from production.ops.hyper_connection import AT_ONCE_VARIANTS, mixing_fits
 from production.ops.indexer import FAST_DIM, prepared_heads
-from production.ops.sparse_attn import FLASH, flash_fits
+from production.ops.sparse_attn import FLASH, WGMMA, flash_fits, wgmma_fits
 from reference.config import InputError, ModelConfig
 
 
@@ -50,7 +50,7 @@ class Plan:
     @property
     def p_bf16(self) -> bool:
         """Whether softmax weights are rounded to bf16 before they weigh the values: the rounding point p.bf16."""
-        return any(FLASH.get(v.sparse_attn or "") == 1 for v in (self.decode, self.prefill))
+        return any((FLASH | WGMMA).get(v.sparse_attn or "") == 1 for v in (self.decode, self.prefill))
 
 
 PORTABLE = Plan("portable", decode=Variants(linear="thin", experts="thin"), prefill=Variants(linear="mma", experts="mma"))
@@ -61,28 +61,43 @@ FAST = Plan(
 )
 PLANS = {plan.name: plan for plan in (PORTABLE, FAST)}
 
+# By operation, variants that only sm_90a has, and what a plan runs in their place on other devices.
+HOPPER_ONLY = {"sparse_attn": {"wgmma": "flash", "wgmma_p_bf16": "flash_p_bf16"}}
+
+
+def without_hopper(plan: Plan) -> Plan:
+    """The plan with every variant that only sm_90a has replaced by that of HOPPER_ONLY."""
+
+    def changed(variants: Variants) -> Variants:
+        return replace(variants, **{op: names.get(getattr(variants, op), getattr(variants, op)) for op, names in HOPPER_ONLY.items()})
+
+    return replace(plan, decode=changed(plan.decode), prefill=changed(plan.prefill))
+
 
 def plan_of(name: str | None, device: Device) -> Plan:
-    """The plan of that name; None takes the device's own. Raises InputError."""
+    """The plan of that name; None takes the device's own. Off sm_90a without what only sm_90a has. Raises InputError."""
     if name is None:
         return FAST if device.arch == "sm_90a" else PORTABLE
     if name not in PLANS:
         raise InputError(f"--variants {name!r}: there are {', '.join(PLANS)}")
-    return PLANS[name]
+    return PLANS[name] if device.arch == "sm_90a" else without_hopper(PLANS[name])
 
 
 def fitted(plan: Plan, config: ModelConfig) -> Plan:
     """The plan for a model of these shapes: scores of other keys than those of 128 dims, or of too many heads, by `entries`; attention
-    of heads that `flash` is not built for, and mixing of other streams than four of a multiple of 256, by the wrapper's own choice.
+    of heads that `wgmma` is not built for by `flash`, of those that `flash` is not built for, and mixing of other streams than four of
+    a multiple of 256, by the wrapper's own choice.
     """
     integers = config.index_head_dim == FAST_DIM and prepared_heads(config.index_n_heads) is not None
     flash = flash_fits(config.head_dim, config.qk_rope_head_dim)
-
+    wgmma = wgmma_fits(config.head_dim, config.qk_rope_head_dim)
     mixing = mixing_fits(config.hc_mult, config.hidden_size, config.hc_eps)
 
     def fit(variants: Variants) -> Variants:
         if not integers and variants.indexer_score is not None and variants.indexer_score.startswith("int8"):
             variants = replace(variants, indexer_score="entries")
+        if not wgmma and variants.sparse_attn in WGMMA:
+            variants = replace(variants, sparse_attn=HOPPER_ONLY["sparse_attn"][variants.sparse_attn or ""])
         if not flash and variants.sparse_attn in FLASH:
             variants = replace(variants, sparse_attn=None)
         if not mixing and variants.mixes_at_once:
@@ -92,9 +107,16 @@ def fitted(plan: Plan, config: ModelConfig) -> Plan:
     return replace(plan, decode=fit(plan.decode), prefill=fit(plan.prefill))
 
 
+ROUNDING = {"flash": "flash_p_bf16", "wgmma": "wgmma_p_bf16"}  # attention variants, and the same with p rounded
+
+
 def with_p_bf16(plan: Plan) -> Plan:
     """The plan with softmax weights rounded to bf16 in both phases. Raises InputError where a phase has no such variant."""
     for phase, variants in (("decode", plan.decode), ("prefill", plan.prefill)):
-        if variants.sparse_attn not in FLASH:
+        if variants.sparse_attn not in ROUNDING.keys() | ROUNDING.values():
             raise InputError(f"p_bf16: {phase} attention of the {plan.name} variants, {variants.sparse_attn or 'the default'}, keeps p exact; flash can round it")
-    return replace(plan, decode=replace(plan.decode, sparse_attn="flash_p_bf16"), prefill=replace(plan.prefill, sparse_attn="flash_p_bf16"))
+
+    def rounding(variants: Variants) -> Variants:
+        return replace(variants, sparse_attn=ROUNDING.get(variants.sparse_attn or "", variants.sparse_attn))
+
+    return replace(plan, decode=rounding(plan.decode), prefill=rounding(plan.prefill))

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from production.variants import FAST, PLANS, PORTABLE, fitted, plan_of, with_p_bf16
+from production.ops.sparse_attn import FLASH, WGMMA
+from production.variants import (
+    FAST,
+    HOPPER_ONLY,
+    PLANS,
+    PORTABLE,
+    Plan,
+    fitted,
+    plan_of,
+    with_p_bf16,
+    without_hopper,
+)
 from reference.config import InputError
 
 
@@ -61,10 +73,33 @@ def test_mixing_at_once_is_for_four_streams_of_multiples_of_256(streams, width, 
     assert fitted(PORTABLE, config) == PORTABLE
 
 
+def attending(variant: str | None) -> Plan:
+    return replace(FAST, prefill=replace(FAST.prefill, sparse_attn=variant))
+
+
+def test_what_only_hopper_has_is_replaced_by_name_elsewhere():
+    for variant, other in (("wgmma", "flash"), ("wgmma_p_bf16", "flash_p_bf16"), ("flash", "flash"), (None, None)):
+        plan = without_hopper(attending(variant))
+        assert (plan.name, plan.decode, plan.prefill.sparse_attn, plan.prefill.topk) == ("fast", FAST.decode, other, FAST.prefill.topk)
+    assert plan_of("fast", on("cpu-x86_64")) == without_hopper(FAST)
+    assert plan_of("fast", on("sm_90a")) is FAST
+    known = set(FLASH) | set(WGMMA)
+    assert set(HOPPER_ONLY["sparse_attn"]) == set(WGMMA)
+    assert set(HOPPER_ONLY["sparse_attn"].values()) <= known
+
+
+@pytest.mark.parametrize(("width", "runs"), [(512, "wgmma"), (128, "flash"), (256, None)])
+def test_wgmma_attention_is_for_heads_of_512(width, runs):
+    config: Any = SimpleNamespace(index_n_heads=64, index_head_dim=128, head_dim=width, qk_rope_head_dim=64, hc_mult=4, hidden_size=4096, hc_eps=1e-6)
+    assert fitted(attending("wgmma"), config).prefill.sparse_attn == runs
+
+
 def test_softmax_weights_are_rounded_in_both_phases_or_not_at_all():
     rounding = with_p_bf16(FAST)
     assert (rounding.decode.sparse_attn, rounding.prefill.sparse_attn) == ("flash_p_bf16", "flash_p_bf16")
     assert (FAST.p_bf16, PORTABLE.p_bf16, rounding.p_bf16) == (False, False, True)
+    assert with_p_bf16(attending("wgmma")).prefill.sparse_attn == "wgmma_p_bf16"
+    assert with_p_bf16(attending("wgmma")).p_bf16
     assert (rounding.decode.topk, rounding.prefill.linear) == (FAST.decode.topk, FAST.prefill.linear)
     with pytest.raises(InputError, match="p_bf16: decode attention of the portable variants, the default, keeps p exact"):
         with_p_bf16(PORTABLE)
