@@ -1,6 +1,6 @@
 """Indexer scores over FP4 keys: decode over 262,144 keys, prefill of 4096 queries against 64K, 256K and 1M tokens.
 
-    python -m bench.indexer --out DIR                      # on the card; --only decode, --only prefill, --only int8_tiles
+    python -m bench.indexer --out DIR                      # on the card; --only decode, --only prefill, --only wgmma
     python -m bench.indexer --device cpu                   # checks only
 
 64 heads of 128, as in Flash and Pro. Every score is checked against FP64 sums of the formats' values (prefill: of 32 queries),
@@ -9,7 +9,7 @@ and that nothing else is written; prefill's bits against decode's. Public: DeepG
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -21,10 +21,10 @@ from production import ops
 HEADS, DI = 64, 128
 CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 LIMIT = 1e-5  # of a row's relative L2 error: parity/gates.py, indexer_score
-DECODE = {1: (12.9, 8.0), 8: (72.0, 46.0), 64: (540.0, 345.0)}  # batch: public us, predicted us
-PREFILL = {16_384: (988.0, 1060.0), 65_536: (3872.0, 4200.0), 262_144: (17516.0, 16800.0)}  # keys: public us, predicted us
-DECODE_VARIANTS = ("int8",)
-PREFILL_VARIANTS = ("int8_tiles", "int8_tiles_8")
+DECODE_PUBLIC = {1: 12.9, 8: 72.0, 64: 540.0}  # us, by batch
+PREFILL_PUBLIC = {16_384: 988.0, 65_536: 3872.0, 262_144: 17516.0}  # us, by keys
+DECODE_PREDICTED = {"int8": {1: 8.5, 8: 47.0, 64: 350.0}, "wgmma": {1: 8.0, 8: 42.0, 64: 310.0}}
+PREFILL_PREDICTED = {"int8_tiles": 16.5, "int8_tiles_8": 17.5, "wgmma_tiles": 11.5, "wgmma_tiles_3": 12.5}  # ms for 2^30 scores
 
 
 class World:
@@ -88,50 +88,54 @@ def within(value: Callable[..., float], limit: float, *args: object) -> tuple[fl
     return value(*args), limit
 
 
+def runnable(bench: Bench, variants: Iterable[str], hi: int = HEADS) -> list[str]:
+    """Those that this device, and this number of heads, can run."""
+    return [v for v in variants if "wgmma" not in v or (bench.device.arch == "sm_90a" and hi > 16)]
+
+
 def decode(bench: Bench, b: int, E: int) -> None:
     shape = f"decode b {b}, {E:,} keys"
-    variants = [v for v in DECODE_VARIANTS if bench.wants("indexer_score", v, shape)]
+    variants = [v for v in runnable(bench, DECODE_PREDICTED) if bench.wants("indexer_score", v, shape)]
     if not variants:
         return
-    public, predicted = DECODE.get(b, (None, None)) if E == 262_144 else (None, None)
     world = World(bench, torch.full((b,), 4 * E - 1), torch.arange(b), b, E, HEADS, spread=0, seed=b)
     for v in variants:
         bench.case(
             kernel="indexer_score", variant=v, shape=shape, run=partial(world.run, v), check=partial(within, world.error, LIMIT, v, range(b)), bytes=68.0 * b * E,
-            flops=2.0 * HEADS * DI * b * E, unit="fp8", public_us=public, predicted_us=predicted,
+            flops=2.0 * HEADS * DI * b * E, unit="fp8", public_us=DECODE_PUBLIC.get(b), predicted_us=DECODE_PREDICTED[v].get(b),
         )  # fmt: skip
 
 
 def prefill(bench: Bench, T: int, E: int) -> None:
     shape = f"prefill {T} queries, {E:,} keys"
-    variants = [v for v in PREFILL_VARIANTS if bench.wants("indexer_score", v, shape)]
+    variants = [v for v in runnable(bench, PREFILL_PREDICTED) if bench.wants("indexer_score", v, shape)]
     if not variants:
         return
-    public, predicted = PREFILL.get(E, (None, None)) if T == 4096 else (None, None)
     world = World(bench, torch.arange(4 * E - T, 4 * E), torch.zeros(T), 1, E, HEADS, spread=0, seed=E)
     some = sorted({0, T - 1, *range(0, T, max(1, T // 30))})
     flops = 2.0 * HEADS * DI * float(((world.position.double() + 1) // 4).sum())
     for v in variants:
         bench.case(
             kernel="indexer_score", variant=v, shape=shape, run=partial(world.run, v), check=partial(within, world.error, LIMIT, v, some), bytes=68.0 * E + 4.0 * T * E + 2.0 * T * HEADS * DI,
-            flops=flops, unit="fp8", public_us=public, predicted_us=predicted,
+            flops=flops, unit="fp8", public_us=PREFILL_PUBLIC.get(E), predicted_us=PREFILL_PREDICTED[v] * 1e3 * T * E / 2**30,
         )  # fmt: skip
         bench.judge("indexer_score", v, f"{shape}: differs from decode", partial(within, world.differ, 0.0, v, some[:8]))
 
 
 def main() -> None:
     bench = Bench("indexer")
+    bench.device.prebuild(["indexer_int8", *runnable(bench, ["indexer_wgmma"])])
     # Scales far apart, a row that changes within a chunk, pads and any length, on every variant.
     for hi in (8, 64):
         with bench.section(f"hostile, {hi} heads"):
             T, E = (9, 130) if bench.small else (150, 3000)
             world = World(bench, torch.arange(T) * (4 * E // T) + 3, torch.arange(T) // (T // 2 + 1), 2, E, hi, spread=40, seed=3)
-            for v in (*DECODE_VARIANTS, *PREFILL_VARIANTS):
+            for v in runnable(bench, (*DECODE_PREDICTED, *PREFILL_PREDICTED), hi):
                 bench.judge("indexer_score", v, f"{hi} heads, scales apart by up to 42 binades", partial(within, world.error, LIMIT, v, range(T)))
-    for b in (1, 2) if bench.small else DECODE:
+    for b in (1, 2) if bench.small else DECODE_PUBLIC:
         with bench.section(f"decode {b}"):
             decode(bench, b, 70 if bench.small else 262_144)
-    for E in (70,) if bench.small else PREFILL:
+    for E in (70,) if bench.small else PREFILL_PUBLIC:
         with bench.section(f"prefill {E}"):
             prefill(bench, 33 if bench.small else 4096, E)
         if not bench.small:

@@ -205,8 +205,8 @@ template <int COUNT> __device__ __forceinline__ void wgmma_keep(unsigned (&a)[CO
 #define HOPPER_32(d, i) HOPPER_16(d, i), HOPPER_16(d, i + 16)
 #define HOPPER_64(d, i) HOPPER_32(d, i), HOPPER_32(d, i + 32)
 #define HOPPER_128(d, i) HOPPER_64(d, i), HOPPER_64(d, i + 64)
-#define HOPPER_INT_8(d, i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), "+r"(d[i + 7])
-#define HOPPER_INT_32(d) HOPPER_INT_8(d, 0), HOPPER_INT_8(d, 8), HOPPER_INT_8(d, 16), HOPPER_INT_8(d, 24)
+#define HOPPER_INT_8(how, d, i) how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3]), how(d[i + 4]), how(d[i + 5]), how(d[i + 6]), how(d[i + 7])
+#define HOPPER_INT_32(how, d) HOPPER_INT_8(how, d, 0), HOPPER_INT_8(how, d, 8), HOPPER_INT_8(how, d, 16), HOPPER_INT_8(how, d, 24)
 #define HOPPER_D32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define HOPPER_D64 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
@@ -276,14 +276,23 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const unsigned (&a)[
 // D [64 x 64] s32 += A [64 x 32] B [32 x 64], signed bytes, exact. A from registers, four bytes where the fragments above have two bf16:
 // a[0] A[16w + g][4t..4t+3], a[1] of row 16w + g + 8, a[2] and a[3] the same at 4t+16... B from shared memory, K-major: a row of
 // 128 bytes is 128 k of one n, a step of 32 k is 32 bytes further.
-__device__ __forceinline__ void wgmma_rs_s8(int (&d)[32], const unsigned (&a)[4], unsigned long long b, bool accumulate) {
+// NOTE: not accumulate has outputs only. With d as input and output, ptxas 13.0 takes two products into the same registers for one
+// value: what is computed of the first is computed once, of the last.
+template <bool ACCUMULATE>
+__device__ __forceinline__ void wgmma_rs_s8(int (&d)[32], const unsigned (&a)[4], unsigned long long b) {
 #ifdef CUDA_ON_CPU
-  hopper_emulation::issue_integers(d, a, b, accumulate);
+  hopper_emulation::issue_integers(d, a, b, ACCUMULATE);
 #else
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" HOPPER_D32 "}, {%32, %33, %34, %35}, %36, p;\n}\n"
-               : HOPPER_INT_32(d)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)accumulate));
+  if constexpr (ACCUMULATE)
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" HOPPER_D32 "}, {%32, %33, %34, %35}, %36, p;\n}\n"
+                 : HOPPER_INT_32("+r", d)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  else
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" HOPPER_D32 "}, {%32, %33, %34, %35}, %36, p;\n}\n"
+                 : HOPPER_INT_32("=r", d)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #endif
 }
 

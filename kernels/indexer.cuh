@@ -65,7 +65,8 @@ __device__ __forceinline__ void decode_keys(unsigned (&a)[4][4], const uint4 &up
 // ---- queries ----
 
 // A prepared query of HEADS heads (a multiple of 8), as bytes at multiples of 16:
-//   integers  [HEADS][128] s8; the two halves of a block of 32 change places in odd heads, against bank conflicts
+//   integers  [HEADS][128] s8. For mma in the order of the dims, but the two halves of a block of 32 change places in odd heads, against
+//             bank conflicts. For wgmma in the order of k, its 16-byte chunks swizzled as hopper.cuh says
 //   fast      [HEADS] fp32, weight times scale of the head | flag [4] i32: the first is 1 where every key must go the wide way
 //   weights   [HEADS] fp32 | scales [HEADS][4] fp32: value = integer * scale of the block, NaN where it is no such value
 template <int HEADS> struct Query {
@@ -73,11 +74,12 @@ template <int HEADS> struct Query {
                        BYTES = SCALES + 4 * KEY_BLOCKS * HEADS, COMMON = WEIGHTS;  // COMMON: what the fast way reads
 };
 
-// Where the 16 bytes of half `half` of block `block` of a head begin.
+// Where the 16 bytes of half `half` of block `block` of a head begin, and for wgmma those of chunk `chunk` of 16 k.
 __device__ __forceinline__ int query_offset(int head, int block, int half) { return head * INDEX_DIM + block * 32 + 16 * (half ^ (head & 1)); }
+__device__ __forceinline__ int swizzled_offset(int head, int chunk) { return head * INDEX_DIM + 16 * (chunk ^ (head & 7)); }
 
 // The whole block writes a prepared query but for its flag, which it returns, the same for all. bf16 q [hi][128], 16-byte aligned.
-template <int HEADS, int THREADS>
+template <int HEADS, int THREADS, bool FOR_WGMMA = false>
 __device__ __forceinline__ bool prepare_query(unsigned char *prepared, const __nv_bfloat16 *q, const float *weights, int hi) {
   static_assert(HEADS % 8 == 0 && THREADS % WARP == 0, "whole warps");
   bool any_wide = false;
@@ -113,7 +115,12 @@ __device__ __forceinline__ bool prepare_query(unsigned char *prepared, const __n
       }
       bytes[i] = select_bytes(select_bytes(whole[0], whole[1], 0x0040u), select_bytes(whole[2], whole[3], 0x0040u), 0x5410u);
     }
-    *reinterpret_cast<uint2 *>(prepared + query_offset(head, block, eighth / 2) + 8 * (eighth % 2)) = make_uint2(bytes[0], bytes[1]);
+    if (FOR_WGMMA) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) *reinterpret_cast<unsigned *>(prepared + swizzled_offset(head, 2 * eighth + i) + 4 * block) = bytes[i];
+    } else {
+      *reinterpret_cast<uint2 *>(prepared + query_offset(head, block, eighth / 2) + 8 * (eighth % 2)) = make_uint2(bytes[0], bytes[1]);
+    }
     const unsigned inexact = __ballot_sync(FULL_MASK, !exact) >> (threadIdx.x & 16) & 0xffffu;
     any_wide = any_wide || wide || inexact != 0u;
     if (eighth == 0) {
@@ -130,15 +137,20 @@ __device__ __forceinline__ bool prepare_query(unsigned char *prepared, const __n
 }
 
 // B operands of eight heads for all four steps: b[2 j], b[2 j + 1] of step j.
-__device__ __forceinline__ void load_heads(unsigned (&b)[8], const unsigned char *prepared, int head_tile) {
+template <bool FOR_WGMMA = false> __device__ __forceinline__ void load_heads(unsigned (&b)[8], const unsigned char *prepared, int head_tile) {
   const int lane = threadIdx.x % WARP, head = head_tile * 8 + lane / 4, block = lane % 4;
+  if (FOR_WGMMA) {
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const uint4 v = *reinterpret_cast<const uint4 *>(prepared + query_offset(head, block, half));
-    b[4 * half] = v.x;
-    b[4 * half + 1] = v.y;
-    b[4 * half + 2] = v.z;
-    b[4 * half + 3] = v.w;
+    for (int i = 0; i < 8; i++) b[i] = *reinterpret_cast<const unsigned *>(prepared + swizzled_offset(head, i) + 4 * block);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const uint4 v = *reinterpret_cast<const uint4 *>(prepared + query_offset(head, block, half));
+      b[4 * half] = v.x;
+      b[4 * half + 1] = v.y;
+      b[4 * half + 2] = v.z;
+      b[4 * half + 3] = v.w;
+    }
   }
 }
 
@@ -173,7 +185,7 @@ template <int N> __device__ __forceinline__ void quad_sums(float (&out)[N / 4], 
 
 // The wide way for sixteen keys: shares of this lane in the scores of keys g and g + 8, to be added over the four lanes.
 // upper, lower: this lane's block of the two keys, and all four scale bytes of either.
-template <int HEADS>
+template <int HEADS, bool FOR_WGMMA>
 __device__ __forceinline__ void wide_scores(float (&sum)[2], const uint4 &upper, const uint4 &lower, unsigned upper_scales, unsigned lower_scales,
                                             const unsigned char *prepared) {
   const float *weights = reinterpret_cast<const float *>(prepared + Query<HEADS>::WEIGHTS);
@@ -185,7 +197,7 @@ __device__ __forceinline__ void wide_scores(float (&sum)[2], const uint4 &upper,
 #pragma unroll 1
   for (int n = 0; n < HEADS / 8; n++) {
     unsigned b[8];
-    load_heads(b, prepared, n);
+    load_heads<FOR_WGMMA>(b, prepared, n);
     double total[4] = {};
 #pragma unroll 1
     for (int block = 0; block < KEY_BLOCKS; block++) {
@@ -207,5 +219,93 @@ __device__ __forceinline__ void wide_scores(float (&sum)[2], const uint4 &upper,
       const float dot = (float)total[i % 2 * 2 + i / 2];  // head by head, as add_heads
       sum[i % 2] = fmaf(weights[n * 8 + 2 * t + i / 2], dot < 0.f ? 0.f : dot, sum[i % 2]);
     }
+  }
+}
+
+// ---- keys in memory ----
+
+// The keys of a batch row for this lane: codes of its block t of a key, and all scale bytes. The last one stands for those beyond it.
+struct Keys {
+  const unsigned char *codes, *scales;
+  int last;
+
+  __device__ __forceinline__ const unsigned char *block(int e) const { return codes + (size_t)(unsigned)min(e, last) * KEY_BYTES; }
+  __device__ __forceinline__ unsigned scale(int e) const { return reinterpret_cast<const unsigned *>(scales)[min(e, last)]; }
+};
+
+__device__ __forceinline__ uint4 load_16(const unsigned char *p) { return *reinterpret_cast<const uint4 *>(p); }
+
+// Scores of 16 keys from first on, the wide way: lane t receives that of key g + 8 (t % 2).
+template <int HEADS, bool FOR_WGMMA = false> __device__ __forceinline__ float wide_result(const Keys &keys, int first, const unsigned char *prepared) {
+  const int e = first + threadIdx.x % WARP / 4;
+  float pair[2], total[1];
+  wide_scores<HEADS, FOR_WGMMA>(pair, load_16(keys.block(e)), load_16(keys.block(e + 8)), keys.scale(e), keys.scale(e + 8), prepared);
+  const float both[4] = {pair[0], pair[1], pair[0], pair[1]};
+  quad_sums(total, both);
+  return total[0];
+}
+
+constexpr int RUN = 32;  // keys of a warp's round in decode
+
+// Starts the copy of this lane's share of 32 keys: block t of keys g, g + 8, g + 16, g + 24. Only this lane reads it.
+__device__ __forceinline__ void fetch_run(unsigned char *to, const Keys &keys, int first) {
+  const unsigned char *from = keys.block(first + threadIdx.x % WARP / 4);
+  if (first + RUN - 1 <= keys.last) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) cp_async_16(to + i * 16 * WARP, from + i * 8 * KEY_BYTES, 16);
+  } else if (first <= keys.last) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) cp_async_16(to + i * 16 * WARP, keys.block(first + 8 * i + threadIdx.x % WARP / 4), 16);
+  }
+  cp_async_commit();
+}
+
+// ---- decoded keys of a warp, for many queries ----
+
+constexpr int CHUNK = 64;  // queries of a block
+
+// Of M groups of sixteen keys from first on: A operands, factors of keys 8 t + g and 32 k more, and bit m where group m has to go the wide way.
+template <int M> struct KeyTile {
+  static constexpr int KEYS = 16 * M, RESULTS = M / 2;
+  unsigned a[M][4][4];
+  float factor[RESULTS];
+  unsigned wide;
+};
+
+// most: entries from there on may hold anything, nobody sees them. The warp's lanes call together.
+template <int M> __device__ __forceinline__ void decode_tile(KeyTile<M> &tile, const Keys &keys, int first, int most) {
+  const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+  tile.wide = 0u;
+#pragma unroll
+  for (int m = 0; m < M; m++) {
+    const int e = first + 16 * m + g;
+    const KeyScale upper = key_scale(keys.scale(e)), lower = key_scale(keys.scale(e + 8));
+    decode_keys(tile.a[m], load_16(keys.block(e)), load_16(keys.block(e + 8)), upper.fits ? upper.shift >> 8 * t & 3u : 0u,
+                lower.fits ? lower.shift >> 8 * t & 3u : 0u);
+    if (__any_sync(FULL_MASK, (!upper.fits && e < most) || (!lower.fits && e + 8 < most))) tile.wide |= 1u << m;
+  }
+#pragma unroll
+  for (int k = 0; k < M / 2; k++) tile.factor[k] = key_factor(key_scale(keys.scale(first + 32 * k + 8 * t + g)).top);
+}
+
+// Scores of keys 8 t + g and 32 k more, from sums of keys g and g + 8 of every group; wide_query: all go the wide way. keys_of: gives the
+// keys, which are rarely asked for; prepared: the whole of the query.
+template <int HEADS, bool FOR_WGMMA = false, int M, class KeysOf>
+__device__ __forceinline__ void tile_scores(float (&result)[M / 2], const float (&sum)[2 * M], const KeyTile<M> &tile, const KeysOf &keys_of, int first,
+                                            int seen, bool wide_query, const unsigned char *prepared) {
+  const int t = threadIdx.x % 4;
+  quad_sums(result, sum);
+#pragma unroll
+  for (int k = 0; k < M / 2; k++) result[k] *= tile.factor[k];
+  const unsigned wide = wide_query ? (1u << M) - 1u : tile.wide;
+  if (wide == 0u) return;
+  const Keys keys = keys_of();
+#pragma unroll 1
+  for (int m = 0; m < M; m++) {
+    if ((wide >> m & 1u) == 0u || first + 16 * m >= seen) continue;
+    const float own = wide_result<HEADS, FOR_WGMMA>(keys, first + 16 * m, prepared);
+#pragma unroll
+    for (int k = 0; k < M / 2; k++)
+      if (m == t / 2 + 2 * k) result[k] = own;
   }
 }

@@ -13,45 +13,11 @@
 //          4 int8_tiles (fast, prefill): a warp keeps 64 decoded keys in registers, queries stream through shared memory
 #include "indexer.cuh"
 
-constexpr int ROW_WARPS = 12, RUN = 32, TILE_KEYS = 64, CHUNK = 64, STAGES = 4, PREPARE_THREADS = 256;
+constexpr int ROW_WARPS = 12, STAGES = 4, PREPARE_THREADS = 256, TILE_KEYS = 64;
 
 extern __shared__ __align__(128) unsigned char stages[];
 
-// The keys of a batch row for this lane: codes of its block t of a key, and all scale bytes. The last one stands for those beyond it.
-struct Keys {
-  const unsigned char *codes, *scales;
-  int last;
-
-  __device__ __forceinline__ const unsigned char *block(int e) const { return codes + (size_t)(unsigned)min(e, last) * KEY_BYTES; }
-  __device__ __forceinline__ unsigned scale(int e) const { return reinterpret_cast<const unsigned *>(scales)[min(e, last)]; }
-};
-
-__device__ __forceinline__ uint4 load_16(const unsigned char *p) { return *reinterpret_cast<const uint4 *>(p); }
-
-// Scores of 16 keys from first on, the wide way: lane t receives that of key g + 8 (t % 2).
-template <int HEADS> __device__ __forceinline__ float wide_result(const Keys &keys, int first, const unsigned char *prepared) {
-  const int e = first + threadIdx.x % WARP / 4;
-  float pair[2], total[1];
-  wide_scores<HEADS>(pair, load_16(keys.block(e)), load_16(keys.block(e + 8)), keys.scale(e), keys.scale(e + 8), prepared);
-  const float both[4] = {pair[0], pair[1], pair[0], pair[1]};
-  quad_sums(total, both);
-  return total[0];
-}
-
 // ---- rows: one query a block, many keys ----
-
-// Starts the copy of this lane's share of 32 keys: block t of keys g, g + 8, g + 16, g + 24. Only this lane reads it.
-__device__ __forceinline__ void fetch_run(unsigned char *to, const Keys &keys, int first) {
-  const unsigned char *from = keys.block(first + threadIdx.x % WARP / 4);
-  if (first + RUN - 1 <= keys.last) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) cp_async_16(to + i * 16 * WARP, from + i * 8 * KEY_BYTES, 16);
-  } else if (first <= keys.last) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) cp_async_16(to + i * 16 * WARP, keys.block(first + 8 * i + threadIdx.x % WARP / 4), 16);
-  }
-  cp_async_commit();
-}
 
 template <int HEADS>
 __device__ __forceinline__ void score_rows(const __nv_bfloat16 *q, const float *weights, const unsigned char *key_codes, const unsigned char *scales,
@@ -201,11 +167,9 @@ __device__ __forceinline__ void score_tiles(const unsigned char *prepared, const
 #pragma unroll
   for (int i = 0; i < STAGES - 1; i++) fetch(i);
 
-  unsigned a[4][4][4];                 // of 64 keys
-  float factor[2] = {};                // of keys 8 t + g and 32 more
-  unsigned wide_tiles = 0u;            // bit m: keys 16 m to 16 m + 15 have to go the wide way
-  int batch = -1;                      // the row whose keys these are
-  Keys keys = {key_codes, scales, limit - 1};
+  KeyTile<4> own;
+  int batch = -1;  // the row whose keys these are
+  auto keys_of = [&] { return Keys{key_codes + batch * keys_row_stride + 16 * t, scales + batch * scales_row_stride, limit - 1}; };
   for (int i = 0; i < count; i++) {
     cp_async_wait<STAGES - 2>();
     __syncthreads();
@@ -217,22 +181,10 @@ __device__ __forceinline__ void score_tiles(const unsigned char *prepared, const
     if (seen > first) {
       if (row_of[i] != batch) {
         batch = row_of[i];
-        keys.codes = key_codes + batch * keys_row_stride + 16 * t;
-        keys.scales = scales + batch * scales_row_stride;
-        int most = 0;  // entries that a query of this chunk sees: others may hold anything
+        int most = 0;
         for (int k = i; k < count; k++)
           if (row_of[k] == batch) most = max(most, seen_of[k]);
-        wide_tiles = 0u;
-#pragma unroll
-        for (int m = 0; m < 4; m++) {
-          const int e = first + 16 * m + g;
-          const KeyScale upper = key_scale(keys.scale(e)), lower = key_scale(keys.scale(e + 8));
-          decode_keys(a[m], load_16(keys.block(e)), load_16(keys.block(e + 8)), upper.fits ? upper.shift >> 8 * t & 3u : 0u,
-                      lower.fits ? lower.shift >> 8 * t & 3u : 0u);
-          if (__any_sync(FULL_MASK, (!upper.fits && e < most) || (!lower.fits && e + 8 < most))) wide_tiles |= 1u << m;
-        }
-#pragma unroll
-        for (int k = 0; k < 2; k++) factor[k] = key_factor(key_scale(keys.scale(first + 32 * k + 8 * t + g)).top);
+        decode_tile(own, keys_of(), first, most);
       }
       const unsigned char *query = stages + i % STAGES * COMMON;
       float sum[8] = {};
@@ -247,7 +199,7 @@ __device__ __forceinline__ void score_tiles(const unsigned char *prepared, const
 #pragma unroll
           for (int m = 0; m < 4; m++) {
             const unsigned b_step[2] = {b[2 * j], b[2 * j + 1]};
-            mma_m16n8k32_s8(d[m], a[m][j], b_step);
+            mma_m16n8k32_s8(d[m], own.a[m][j], b_step);
           }
 #pragma unroll
         for (int m = 0; m < 4; m++) {
@@ -257,19 +209,8 @@ __device__ __forceinline__ void score_tiles(const unsigned char *prepared, const
           sum[2 * m + 1] = pair[1];
         }
       }
-      quad_sums(result, sum);
-#pragma unroll
-      for (int k = 0; k < 2; k++) result[k] *= factor[k];
-      const unsigned wide = *reinterpret_cast<const int *>(query + Query<HEADS>::FLAG) ? 15u : wide_tiles;
-      if (wide != 0u) {
-#pragma unroll 1
-        for (int m = 0; m < 4; m++) {
-          if ((wide >> m & 1u) == 0u || first + 16 * m >= seen) continue;
-          const float own = wide_result<HEADS>(keys, first + 16 * m, prepared + (long long)i * Query<HEADS>::BYTES);
-          if (m == t / 2) result[0] = own;
-          if (m == t / 2 + 2) result[1] = own;
-        }
-      }
+      tile_scores<HEADS>(result, sum, own, keys_of, first, seen, *reinterpret_cast<const int *>(query + Query<HEADS>::FLAG) != 0,
+                         prepared + (long long)i * Query<HEADS>::BYTES);
     }
 #pragma unroll
     for (int k = 0; k < 2; k++) {

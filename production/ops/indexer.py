@@ -44,6 +44,8 @@ def hadamard_e2m1(dev: Device, x: Tensor, out: Tensor, variant: str | None = Non
 PREPARED_HEADS = (16, 64)
 FAST_DIM = 128
 TILE_WARPS = {"int8_tiles": 12, "int8_tiles_8": 8}
+WGMMA_TILES = {"wgmma_tiles": (2, 512), "wgmma_tiles_3": (3, 384)}  # warpgroups and keys of a block
+WGMMA_SHARED = {"wgmma": 10_240 + 12 * 4 * 32 * 64, "wgmma_tiles": 3 * 4 * (64 * 132 + 16)}  # ROWS_SHARED, TILES_SHARED
 
 
 def prepared_heads(hi: int) -> int | None:
@@ -52,7 +54,7 @@ def prepared_heads(hi: int) -> int | None:
 
 
 def indexer_scratch(T: int, hi: int) -> int:
-    """Bytes of scratch that `int8_tiles` needs for T queries; 0 where it does not take so many heads."""
+    """Bytes of scratch that the variants with `tiles` need for T queries; 0 where they do not take so many heads."""
     heads = prepared_heads(hi)
     return 0 if heads is None else T * (heads * (FAST_DIM + 24) + 16)
 
@@ -72,9 +74,10 @@ def indexer_score(
     """score[t,e] = sum_h weights[t,h] relu(q[t,h] . key_e), -inf for e >= (position + 1) // ratio.
 
     q [T, hi, di] bf16 (rs); weights [T, hi] f32 (rs); keys [b, capacity, di/2] u8; scales [b, capacity, di/32] u8; score [T, E] f32 (rs).
-    Variants: naive, entries, mma; for di = 128 and at most 64 heads int8 (few queries) and int8_tiles, int8_tiles_8 (many), whose q must
-    be e2m1 values times a power of two per 32, as hadamard_e2m1 writes them: others make a token's scores NaN.
-    scratch: u8 of `indexer_scratch(T, hi)` bytes for the latter two.
+    Variants: naive, entries, mma; for di = 128 and at most 64 heads int8 (few queries) and int8_tiles, int8_tiles_8 (many); on sm_90a
+    and for 17 heads and more also wgmma, wgmma_tiles, wgmma_tiles_3. The latter six give the same bits; their q must be e2m1 values
+    times a power of two per 32, as hadamard_e2m1 writes them: others make a token's scores NaN.
+    scratch: u8 of `indexer_scratch(T, hi)` bytes for those with tiles.
     """
     T, hi, di = q.shape
     E, (b, capacity) = score.shape[1], keys.shape[:2]
@@ -84,7 +87,7 @@ def indexer_score(
     _shape("indexer_score", "keys", keys, b, capacity, di // 2)
     _shape("indexer_score", "scales", scales, b, capacity, di // KEY_BLOCK)
     _shape("indexer_score", "score", score, T, E)
-    which = _choose("indexer_score", variant, "entries", ("naive", "entries", "mma", "int8", *TILE_WARPS))
+    which = _choose("indexer_score", variant, "entries", ("naive", "entries", "mma", "int8", *TILE_WARPS, "wgmma", *WGMMA_TILES))
     q_stride, weights_stride = _rows("indexer_score", "q", q)[0], _rows("indexer_score", "weights", weights)[0]
     keys_strides, scales_strides = _rows("indexer_score", "keys", keys, 2), _rows("indexer_score", "scales", scales, 2)
     score_stride = _rows("indexer_score", "score", score)[0]
@@ -110,6 +113,7 @@ def _int8_heads(
         raise KernelError(f"{operation}: {hi} heads of {di}, it takes up to {PREPARED_HEADS[-1]} heads of {FAST_DIM}; the variant entries takes any")
     if entries > 1:
         _need(keys_strides[1] == di // 2 and scales_strides[1] == di // KEY_BLOCK, operation, f"entries {keys_strides[1]} and {scales_strides[1]} bytes apart, expected no gaps")
+    _need(heads == PREPARED_HEADS[-1] or "wgmma" not in which, operation, f"{hi} heads, it takes {PREPARED_HEADS[0] + 1} to {PREPARED_HEADS[-1]}; int8 takes fewer")
     aligned = q.data_ptr() % 16 == keys.data_ptr() % 16 == scales.data_ptr() % 4 == 0 and q_stride % 8 == keys_strides[0] % 16 == scales_strides[0] % 4 == 0
     _need(aligned, operation, "rows of q and keys must begin at multiples of 16 bytes, of scales at multiples of 4")
     return heads
@@ -120,17 +124,25 @@ def _int8(
     scratch: Tensor | None, q_stride: int, weights_stride: int, keys_stride: int, scales_stride: int, score_stride: int,
 ) -> None:  # fmt: skip
     (T, hi, _), E, capacity = q.shape, score.shape[1], keys.shape[1]
-    source = "indexer_int8"
-    if which == "int8":
+    wgmma = "wgmma" in which
+    source = "indexer_wgmma" if wgmma else "indexer_int8"
+    if "tiles" not in which:
         rows: tuple[Argument, ...] = (q, weights, keys, scales, position, row, score, hi, E, capacity, ratio, q_stride, weights_stride, keys_stride, scales_stride, score_stride)
-        dev.launch(source, f"indexer_score_int8_{heads}", (T, min(rows_splits(T), _ceil(E, 12 * 32))), (384,), rows, 12 * 4 * 32 * 64)
+        kernel, shared = ("indexer_rows_wgmma", WGMMA_SHARED[which]) if wgmma else (f"indexer_score_int8_{heads}", 12 * 4 * 32 * 64)
+        dev.launch(source, kernel, (T, min(rows_splits(T), _ceil(E, 12 * 32))), (384,), rows, shared)
         return
     size = indexer_scratch(T, hi)
     if scratch is None or scratch.dtype != torch.uint8 or scratch.numel() < size:
         raise KernelError(f"indexer_score {which}: scratch of {0 if scratch is None else scratch.numel()} u8, {T} queries of {hi} heads need {size}")
     _packed("indexer_score", scratch=scratch)
     _need(scratch.data_ptr() % 16 == 0, "indexer_score", "scratch must begin at a multiple of 16 bytes")
-    dev.launch(source, f"indexer_prepare_{heads}", (T,), (256,), (q, weights, position, scratch, hi, q_stride, weights_stride))
-    warps = 4 if heads == PREPARED_HEADS[0] else TILE_WARPS[which]
+    prepare = "indexer_prepare_wgmma" if wgmma else f"indexer_prepare_{heads}"
+    dev.launch(source, prepare, (T,), (256,), (q, weights, position, scratch, hi, q_stride, weights_stride))
     tiles: tuple[Argument, ...] = (scratch, keys, scales, position, row, score, T, E, capacity, ratio, keys_stride, scales_stride, score_stride)
-    dev.launch(source, f"indexer_tiles_{heads}_{warps}", (_ceil(E, 64 * warps), _ceil(T, 64)), (32 * warps,), tiles, 4 * (heads * (FAST_DIM + 4) + 16))
+    if wgmma:
+        groups, tile_keys = WGMMA_TILES[which]
+        kernel, threads, shared = f"indexer_tiles_wgmma_{groups}", 128 * groups, WGMMA_SHARED["wgmma_tiles"]
+    else:
+        warps = 4 if heads == PREPARED_HEADS[0] else TILE_WARPS[which]
+        kernel, threads, shared, tile_keys = f"indexer_tiles_{heads}_{warps}", 32 * warps, 4 * (heads * (FAST_DIM + 4) + 16), 64 * warps
+    dev.launch(source, kernel, (_ceil(E, tile_keys), _ceil(T, 64)), (threads,), tiles, shared)
