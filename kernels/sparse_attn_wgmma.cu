@@ -292,7 +292,6 @@ __device__ __forceinline__ void load(const Call &call) {
 __device__ __forceinline__ void start_scores(float (&s)[32], int stage, int use) {
   const unsigned long long q = wgmma_k_major(shared_offset(smem) + AT_Q);
   const unsigned long long keys = wgmma_k_major(shared_offset(smem) + AT_KV + stage * TILE_BYTES);
-  wgmma_keep(s);
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int side = i ^ stage;

@@ -167,7 +167,8 @@ def test_sparse_attn_wgmma_takes_queries_and_outputs_at_any_address(device, host
     """Rows an odd number of elements apart, from an odd element on: no 16-byte access fits."""
     keys = Keys(d=512, r=64, h=3, window=70, slots=80, ratio=0, position=[75, 10, 79], row=[0] * 3, lengths=[80])
     aligned, _ = keys.run(device, hostile, variant="wgmma")
-    def from_an_odd_element(memory: torch.Tensor) -> torch.Tensor:
+
+    def from_an_odd_element(memory):
         return memory[1:].view(3, 1601)[:, :1536].unflatten(1, (3, 512))
 
     memory = hostile.poisoned((3 * 1601 + 1,), torch.bfloat16)
