@@ -112,17 +112,19 @@ sparse_attn_combine(const float *part_o, const float *part_ml, const float *sink
                     int d, int splits, int window, int listed, int capacity, int ratio, long long out_stride) {
   __shared__ float m[MAX_SPLITS], l[MAX_SPLITS], inverse;
   const int token = blockIdx.x, h = blockIdx.y, tid = threadIdx.x, p = position[token];
+  const long long stride = heads, row0 = (long long)token * splits * heads + h;
+  const float own_sink = sink[h];
+  for (int s = tid; s < splits; s += blockDim.x) {  // before p is known: of splits that are not used, anything
+    const float2 ml = reinterpret_cast<const float2 *>(part_ml)[row0 + s * stride];
+    m[s] = ml.x;
+    l[s] = ml.y;
+  }
   if (p < 0) return;
   const int total = min(p + 1, window) + (listed >= 0 ? listed : ratio > 0 ? min((p + 1) / ratio, capacity) : 0);
   const int used = split_keys(total, splits).used;
   if (used == 1) return;  // out is written
-  const long long stride = heads, row0 = (long long)token * splits * heads + h;
-  for (int s = tid; s < used; s += blockDim.x) {
-    m[s] = part_ml[(row0 + s * stride) * 2];
-    l[s] = part_ml[(row0 + s * stride) * 2 + 1];
-  }
   __syncthreads();
-  if (tid == 0) inverse = merge_shares(m, l, 1, used, sink[h]);
+  if (tid == 0) inverse = merge_shares(m, l, 1, used, own_sink);
   __syncthreads();
   const float4 *from = reinterpret_cast<const float4 *>(part_o) + row0 * (d / 4) + tid;
   float4 o = {};

@@ -37,8 +37,8 @@ struct Splits {
 };
 
 __device__ __forceinline__ Splits split_keys(int total, int splits) {
-  const int keys = ceil_div(ceil_div(total, splits), KEYS) * KEYS;
-  return {keys, ceil_div(total, keys)};
+  const unsigned n = total, each = (n + splits - 1u) / splits, keys = (each + KEYS - 1u) / KEYS * KEYS;
+  return {(int)keys, (int)((n + keys - 1u) / keys)};
 }
 
 __device__ __forceinline__ Keys keys_of_token(const Attention &a, int token, int p, int batch) {
@@ -289,6 +289,10 @@ template <int D, int HEADS, int PARTS> __device__ __forceinline__ void flash_blo
   if (a.selected) {  // the lines of this split's list, as if the window were full: they are on their way before p is known
     const int keys = split_keys(a.window + a.listed, splits).keys, i = split * keys - a.window + tid * 32;
     if (tid * 32 < keys + 32 && i >= 0 && i < a.listed) prefetch_global(a.selected + token * a.selected_stride + i);
+  }
+  if (tid == 0) {  // what is read at the end
+    prefetch_global(a.sink + head0);
+    if (a.done) prefetch_global(a.done + token * gridDim.y + blockIdx.y);
   }
   load_queries<S, D, HEADS>(query, a.q + token * a.q_stride + (long long)head0 * D, here);
   cp_async_commit();
