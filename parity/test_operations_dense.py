@@ -337,7 +337,18 @@ def test_linear_stream_has_the_same_bits_for_any_alignment_and_rows_of_a_warp(K,
             judge(f"linear_{kind}", f"{K} -> {N} in {slices} slices, {what}", got, exact=True, reference=lambda results=results: results[0])
 
 
-TILES = pytest.mark.parametrize("variant", ["tiles128", "tiles256"])
+TILES = pytest.mark.parametrize("variant", ["tiles128", "tiles256", "wgmma128", "wgmma256"])
+
+
+def hopper(variant: str, device) -> None:
+    """Skips wgmma on another GPU than Hopper; the CPU device emulates it."""
+    if variant.startswith("wgmma") and device.name == "cuda" and device.arch != "sm_90a":
+        pytest.skip("wgmma is on sm_90a only")
+
+
+def tile_cases(names: str, *shapes: tuple[int, ...], variants: tuple[str, ...] = ("tiles128", "tiles256", "wgmma128", "wgmma256")) -> pytest.MarkDecorator:
+    """Every variant with every shape, K first, that it takes: wgmma wants K in multiples of 128."""
+    return pytest.mark.parametrize(f"variant,{names}", [(v, *shape) for v in variants for shape in shapes if shape[0] % 128 == 0 or v.startswith("tiles")])
 
 
 def apart(hostile, x: Tensor) -> Tensor:
@@ -349,11 +360,11 @@ def apart(hostile, x: Tensor) -> Tensor:
     return held[:, :width]
 
 
-@TILES
-# K of 1, 3 and 9 steps of 64, across scale blocks; N below a tile, across tiles and odd; groups that begin in the middle of a scale block.
-@pytest.mark.parametrize(("K", "N", "groups"), [(64, 40, 1), (192, 201, 1), (576, 300, 1), (192, 64, 3), (128, 192, 2)])
-@pytest.mark.parametrize("rows", [1, 13, 129])
+# K of 1 to 10 steps of 64, across scale blocks; N below a tile, across tiles and odd; groups that begin in the middle of a scale block.
+@tile_cases("K,N,groups", (64, 40, 1), (192, 201, 1), (576, 300, 1), (640, 300, 1), (192, 64, 3), (128, 192, 2))
+@pytest.mark.parametrize("rows", [1, 129, 300])
 def test_linear_fp8_tiles(K, N, groups, rows, variant, device, hostile, judge):
+    hopper(variant, device)
     x = apart(hostile, hostile.bf16((rows, groups * K), seed=26))
     weight, scale = fp8_weight(hostile, groups * N, K, seed=27)
     out = hostile.poisoned((rows, groups * N), BF16)
@@ -366,10 +377,10 @@ def test_linear_fp8_tiles(K, N, groups, rows, variant, device, hostile, judge):
     judge("linear_fp8", f"{variant}, {rows} x {K} -> {groups} x {N}", out, reference=lambda: compute(Sums()), twins=rounded_twins(compute))
 
 
-@TILES
-@pytest.mark.parametrize(("K", "N"), [(64, 40), (192, 201), (576, 300)])
-@pytest.mark.parametrize("rows", [1, 13, 129])
+@tile_cases("K,N", (64, 40), (192, 201), (576, 300), (640, 300))
+@pytest.mark.parametrize("rows", [1, 129, 300])
 def test_linear_bf16_tiles(K, N, rows, variant, device, hostile, judge):
+    hopper(variant, device)
     x, weight = apart(hostile, hostile.bf16((rows, K), seed=28)), hostile.bf16((N, K), seed=29, packed=True)
     out, half, scaled = hostile.poisoned((rows, N), F32), hostile.poisoned((rows, N), BF16), hostile.poisoned((rows, N), F32)
     ops.linear_bf16(device, x, weight, out, variant=variant)
@@ -385,6 +396,7 @@ def test_linear_bf16_tiles(K, N, rows, variant, device, hostile, judge):
 @TILES
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, 127, 134, 240], ids=lambda e: f"scale 2^{e - 127}")
 def test_linear_fp8_tiles_are_exact_at_any_scale(exponent, variant, device, hostile, judge):
+    hopper(variant, device)
     rows, N, K = 13, 40, 256
     x = apart(hostile, hostile.bf16((rows, K), seed=14, scale=2.0 ** max(-110, min(110, 127 - exponent))))
     weight, scale = fp8_weight(hostile, N, K, seed=15, exponents=(exponent, exponent + 12))
@@ -398,7 +410,8 @@ def test_linear_fp8_tiles_are_exact_at_any_scale(exponent, variant, device, host
 @TILES
 def test_linear_fp8_tiles_read_every_code(variant, device, hostile, judge):
     """Both NaN codes among them, in the second of two scale blocks."""
-    N, K = 256, 192
+    N, K = 256, 256
+    hopper(variant, device)
     for column in (0, 5, 190):
         weight = torch.zeros(N, K, dtype=U8)
         weight[:, column] = torch.arange(N).to(U8)
@@ -411,21 +424,23 @@ def test_linear_fp8_tiles_read_every_code(variant, device, hostile, judge):
               reference=lambda weight=weight, scale=scale, column=column: formats.decode_fp8_weight(weight, scale)[:, column].expand(9, -1))  # fmt: skip
 
 
+@pytest.mark.parametrize("tiles", ["tiles", "wgmma"])
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])
-def test_linear_tiles_give_a_token_the_same_bits_in_any_company_and_tile(kind, device, hostile, judge):
-    rows, N, K = 141, 264, 192
+def test_linear_tiles_give_a_token_the_same_bits_in_any_company_and_tile(kind, tiles, device, hostile, judge):
+    hopper(tiles, device)
+    rows, N, K = 141, 264, 256
     x = apart(hostile, hostile.bf16((rows, K), seed=20))
     linear: Callable[..., None] = ops.linear_fp8 if kind == "fp8" else ops.linear_bf16
     weights = fp8_weight(hostile, N, K, seed=21) if kind == "fp8" else (hostile.bf16((N, K), seed=21, packed=True),)
     order = torch.randperm(rows, generator=generator(22))
     out, wide, shuffled, alone = (hostile.poisoned((n, N), BF16) for n in (rows, rows, rows, 1))
-    linear(device, x, *weights, out, variant="tiles128")
-    linear(device, x, *weights, wide, variant="tiles256")
-    linear(device, apart(hostile, x.cpu()[order]), *weights, shuffled, variant="tiles128")
-    linear(device, x[rows - 1 :], *weights, alone, variant="tiles")
-    judge(f"linear_{kind}", "tiles256 as tiles128", wide, exact=True, reference=lambda: out.cpu())
-    judge(f"linear_{kind}", "tiles, shuffled rows", shuffled, exact=True, reference=lambda: out.cpu()[order])
-    judge(f"linear_{kind}", "tiles, one row alone", alone, exact=True, reference=lambda: out.cpu()[rows - 1 :])
+    linear(device, x, *weights, out, variant=f"{tiles}128")
+    linear(device, x, *weights, wide, variant=f"{tiles}256")
+    linear(device, apart(hostile, x.cpu()[order]), *weights, shuffled, variant=f"{tiles}128")
+    linear(device, x[rows - 1 :], *weights, alone, variant=tiles)
+    judge(f"linear_{kind}", f"{tiles}256 as {tiles}128", wide, exact=True, reference=lambda: out.cpu())
+    judge(f"linear_{kind}", f"{tiles}, shuffled rows", shuffled, exact=True, reference=lambda: out.cpu()[order])
+    judge(f"linear_{kind}", f"{tiles}, one row alone", alone, exact=True, reference=lambda: out.cpu()[rows - 1 :])
 
 
 # ---- router ----
@@ -620,10 +635,10 @@ def test_experts_stream_has_the_same_bits_for_any_alignment_and_rows_of_a_warp(K
             judge("experts_up", f"{K} -> {N} in {slices} slices, {what}", got, exact=True, reference=lambda results=results: results[0])
 
 
-@TILES
 @pytest.mark.parametrize("exponents", [(120, 130), (0, 3), (248, 253)], ids=["scales as in weights", "smallest scales", "largest scales"])
-@pytest.mark.parametrize(("rows", "K", "N"), [(1, 64, 40), (300, 192, 129), (33, 320, 264)])
+@tile_cases("K,N,rows", (64, 40, 1), (192, 129, 300), (320, 264, 33), (384, 136, 300), (128, 40, 1), variants=("tiles128", "tiles256", "wgmma128"))
 def test_experts_tiles(rows, K, N, exponents, variant, device, hostile, judge):
+    hopper(variant, device)
     E, k = 7, 3
     experts = lopsided_experts(rows, E, k)
     x = apart(hostile, hostile.bf16((rows, K), seed=41, scale=2.0 ** max(-120, min(120, 127 - exponents[0]))))
@@ -641,20 +656,22 @@ def test_experts_tiles(rows, K, N, exponents, variant, device, hostile, judge):
         assert got.cpu()[~real].isnan().all(), "a slot without an expert was written"
 
 
-def test_experts_tiles_give_a_token_the_same_bits_in_any_company_and_tile(device, hostile, judge):
+@pytest.mark.parametrize("tiles", ["tiles", "wgmma"])
+def test_experts_tiles_give_a_token_the_same_bits_in_any_company_and_tile(tiles, device, hostile, judge):
+    hopper(tiles, device)
     rows, E, k, K, N = 150, 5, 2, 128, 136
     experts, x = lopsided_experts(rows, E, k), hostile.bf16((rows, K), seed=50)
     w1, w3 = fp4_weight(hostile, E, N, K, seed=51), fp4_weight(hostile, E, N, K, seed=53)
     scratch = hostile.poisoned((ops.experts_scratch(rows, k, E),), I32)
     results = []
     order = torch.randperm(rows, generator=generator(54))
-    for tokens, variant in ((torch.arange(rows), "tiles128"), (torch.arange(rows), "tiles256"), (order, "tiles128"), (torch.arange(rows - 1, rows), "tiles")):
+    for tokens, variant in ((torch.arange(rows), "128"), (torch.arange(rows), "256" if tiles == "tiles" else ""), (order, "128"), (torch.arange(rows - 1, rows), "")):
         gate, up = (hostile.poisoned((len(tokens), k, N), BF16) for _ in range(2))
-        ops.experts_up(device, apart(hostile, x.cpu()[tokens]), hostile.packed(experts[tokens]), *w1, *w3, gate, up, variant=variant, scratch=scratch)
+        ops.experts_up(device, apart(hostile, x.cpu()[tokens]), hostile.packed(experts[tokens]), *w1, *w3, gate, up, variant=tiles + variant, scratch=scratch)
         results.append(gate.cpu().nan_to_num(7.0))
-    judge("experts_up", "tiles256 as tiles128", results[1], exact=True, reference=lambda: results[0])
-    judge("experts_up", "tiles, shuffled rows", results[2], exact=True, reference=lambda: results[0][order])
-    judge("experts_up", "tiles, one row alone", results[3], exact=True, reference=lambda: results[0][rows - 1 :])
+    judge("experts_up", f"{tiles}256 as {tiles}128", results[1], exact=True, reference=lambda: results[0])
+    judge("experts_up", f"{tiles}, shuffled rows", results[2], exact=True, reference=lambda: results[0][order])
+    judge("experts_up", f"{tiles}, one row alone", results[3], exact=True, reference=lambda: results[0][rows - 1 :])
 
 
 @pytest.mark.parametrize(("rows", "E", "k"), [(1, 3, 1), (700, 37, 3), (1500, 384, 6)])

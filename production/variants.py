@@ -56,13 +56,17 @@ class Plan:
 PORTABLE = Plan("portable", decode=Variants(linear="thin", experts="thin"), prefill=Variants(linear="mma", experts="mma"))
 FAST = Plan(
     "fast",
-    decode=Variants(linear="thin", experts="thin", topk="stream", indexer_score="int8", sparse_attn="flash", hyper_connection="split"),
-    prefill=Variants(linear="mma", experts="mma", topk="stream", indexer_score="int8_tiles", sparse_attn="flash", hyper_connection="mma"),
+    decode=Variants(linear="stream", experts="stream", topk="stream", indexer_score="int8", sparse_attn="flash", hyper_connection="split"),
+    prefill=Variants(linear="tiles", experts="tiles", topk="stream", indexer_score="int8_tiles", sparse_attn="flash", hyper_connection="mma"),
 )
 PLANS = {plan.name: plan for plan in (PORTABLE, FAST)}
 
 # By operation, variants that only sm_90a has, and what a plan runs in their place on other devices.
-HOPPER_ONLY = {"sparse_attn": {"wgmma": "flash", "wgmma_p_bf16": "flash_p_bf16"}}
+HOPPER_ONLY = {
+    "linear": {"wgmma": "tiles"},
+    "experts": {"wgmma": "tiles"},
+    "sparse_attn": {"wgmma": "flash", "wgmma_p_bf16": "flash_p_bf16"},
+}
 
 
 def without_hopper(plan: Plan) -> Plan:

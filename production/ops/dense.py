@@ -11,9 +11,11 @@ Not here: whatever reads the KV cache (indexer.py, sparse_attn.py). Tests: pytes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from production.launch import Device, KernelError
+from production.launch import Argument, Device, KernelError
 from production.ops.arguments import ceil_div as _ceil
 from production.ops.arguments import choose as _choose
 from production.ops.arguments import need as _need
@@ -27,6 +29,7 @@ TILE = 64  # as in linear.cuh
 THIN_BLOCK_ROWS = 32
 STREAM_WARPS, STREAM_TOKENS, STREAM_GRAIN = 8, 8, 256  # as in stream.cuh
 TILES_ROWS, TILES_DEPTH, TILES_ENOUGH = 128, 64, 132  # as in tiles.cuh; blocks that leave no multiprocessor idle
+WGMMA_THREADS = 256
 ORDER_WARPS, ORDER_EXPERTS = 32, 1024  # as in experts_tiles.cu
 STREAM_FEW_ROWS = 2048  # up to here a warp takes 8 rows of w, so that all multiprocessors have some
 STREAM_WANTED, EXPERTS_STREAM_WANTED = 2048, 512  # warps: 16 on each of 132 multiprocessors; of one expert
@@ -131,21 +134,33 @@ STREAM_VARIANTS = ("stream", "stream8", "stream16")  # the same bits; stream pic
 EXPERTS_STREAM_VARIANTS = ("stream", "stream16", "stream32")
 
 
-TILES_VARIANTS = ("tiles", "tiles128", "tiles256")  # the same bits; tiles picks by size, and mma where the shape does not fit
+TILES_VARIANTS = ("tiles", "tiles128", "tiles256", "wgmma", "wgmma128", "wgmma256")  # of a kind the same bits
 
 
-def _tiles(operation: str, variant: str, fits: bool, x: Tensor, T: int, N: int, groups: int) -> str:
-    """tiles128 or tiles256, or mma when `variant` is "tiles" and the shape does not fit: K % 64 == 0, groups in whole halves of a tile."""
-    if variant == "tiles":
-        variant = ("tiles256" if _ceil(T, TILES_ROWS) * _ceil(N, 256) * groups >= TILES_ENOUGH else "tiles128") if fits else "mma"
-    _need(fits or variant == "mma", operation, f"x {list(x.shape)} does not fit {variant}: K must be a multiple of {TILES_DEPTH}, outputs of a group of 64")
-    _need(variant == "mma" or (x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0), operation, f"{variant}: rows of x do not start at multiples of 16 bytes")
-    return variant
+def _tiles(operation: str, variant: str, K: int, of_groups: bool, x: Tensor, T: int, N: int, groups: int) -> tuple[str, int]:
+    """The kernel's suffix and its width, by shape: of tiles and wgmma the size that fills the card. wgmma needs K % 128 == 0, tiles
+    K % 64 == 0, both groups of whole halves of a tile; a shape that does not fit goes to the next of wgmma, tiles, mma.
+    """
+    fits = {"wgmma": K % (2 * TILES_DEPTH) == 0 and of_groups, "tiles": K % TILES_DEPTH == 0 and of_groups}
+    if variant in fits:
+        kind = next((kind for kind in ("wgmma", "tiles")[variant == "tiles" :] if fits[kind]), "mma")
+        rows, columns = (256, TILES_ROWS) if kind == "wgmma" else (TILES_ROWS, 256)
+        variant = kind if kind == "mma" else f"{kind}256" if _ceil(T, rows) * _ceil(N, columns) * groups >= TILES_ENOUGH else f"{kind}128"
+    if variant == "mma":
+        return variant, TILE
+    kind, width = variant[:5], int(variant[5:])
+    _need(fits[kind], operation, f"x {list(x.shape)} does not fit {variant}: K must be a multiple of {TILES_DEPTH * (1 + (kind == 'wgmma'))}, outputs of a group of 64")
+    _need(x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0, operation, f"{variant}: rows of x do not start at multiples of 16 bytes")
+    return variant, width
 
 
-def _tiles_shared(columns: int, slab_bytes: int, stages: int) -> int:
-    """Bytes of dynamic shared memory, as Stage in tiles.cuh."""
-    return stages * 2 * (TILES_ROWS * 64 + columns * slab_bytes + 128)
+def _tiles_shared(kind: str, width: int, slab_bytes: int) -> int:
+    """Bytes of dynamic shared memory, as Stage in tiles.cuh and Layout in wgmma_tiles.cuh. slab_bytes: of a row of w in 32 columns."""
+    if kind == "tiles":
+        return (3 if slab_bytes == 64 and width == 128 else 4) * 2 * (TILES_ROWS * 64 + width * slab_bytes + 128)
+    stage = width * 128 + {64: 16, 32: 9, 16: 5}[slab_bytes] * 1024
+    stages = {64: 3 + (width == 256), 32: 4 + (width == 256), 16: 4}[slab_bytes]
+    return stages * stage + width * 8 + (stages * 512 if slab_bytes == 16 else 0)
 
 
 def stream_slices(rows: int, row_bytes: int, wanted: int) -> int:
@@ -169,6 +184,16 @@ def _linear_grid(variant: str, T: int, N: int, last: int) -> tuple[int, int, int
     return T, _ceil(N, THIN_BLOCK_ROWS if variant == "thin" else 128), last
 
 
+def _launch_tiles(
+    dev: Device, operation: str, which: str, width: int, T: int, N: int, groups: int, args: Sequence[Argument], slab_bytes: int
+) -> None:
+    """tiles: 128 rows of x times `width` rows of w a block; wgmma: `width` rows of x times 128 of w."""
+    kind = which[:5]
+    rows, columns, block = (TILES_ROWS, width, width) if kind == "tiles" else (width, TILES_ROWS, WGMMA_THREADS)
+    grid = (_ceil(T, rows), _ceil(N, columns), groups)
+    dev.launch(f"linear_{kind}", f"{operation}_{which}", grid, (block,), args, _tiles_shared(kind, width, slab_bytes))
+
+
 def linear_fp8(
     dev: Device, x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, groups: int = 1, variant: str | None = None,
     slices: int | None = None,
@@ -177,7 +202,7 @@ def linear_fp8(
 
     x [T, groups*K'] bf16 (rs); weight [groups*N', K'] e4m3 codes as u8; scale [ceil(groups*N'/128), ceil(K'/128)] e8m0
     as u8; out [T, groups*N'] bf16. Variants: naive, thin, mma, stream (stream8, stream16; slices: 1, 2, 4, 8,
-    None: by shape), tiles (tiles128, tiles256).
+    None: by shape), tiles (tiles128, tiles256), wgmma (wgmma128, wgmma256; sm_90a).
     """
     (T, width), (rows, K) = x.shape, weight.shape
     _need(width == groups * K and rows % groups == 0, "linear_fp8", f"x {list(x.shape)} with {groups} groups of weight {list(weight.shape)}")
@@ -187,7 +212,7 @@ def linear_fp8(
     which = _choose("linear_fp8", variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *STREAM_VARIANTS, *TILES_VARIANTS))
     N = rows // groups
     if which in TILES_VARIANTS:
-        which = _tiles("linear_fp8", which, K % TILES_DEPTH == 0 and (groups == 1 or N % 64 == 0), x, T, N, groups)
+        which, width = _tiles("linear_fp8", which, K, groups == 1 or N % 64 == 0, x, T, N, groups)
     if T and which in STREAM_VARIANTS:
         kernel, width = _stream(which, rows)
         slices = slices or stream_slices(rows, K, STREAM_WANTED)
@@ -195,9 +220,7 @@ def linear_fp8(
         args = (x, weight, scale, out, T, N, K, x.stride(0), slices)
         dev.launch("linear_stream", f"linear_fp8_{kernel}", grid, (STREAM_WARPS * 32,), args)
     elif T and which in TILES_VARIANTS:
-        columns = int(which.removeprefix("tiles"))
-        grid = (_ceil(T, TILES_ROWS), _ceil(N, columns), groups)
-        dev.launch("linear_tiles", f"linear_fp8_{which}", grid, (columns,), (x, weight, scale, out, T, N, K, x.stride(0)), _tiles_shared(columns, 32, 4))
+        _launch_tiles(dev, "linear_fp8", which, width, T, N, groups, (x, weight, scale, out, T, N, K, x.stride(0)), 32)
     elif T:
         grid = _linear_grid(which, T, N, groups)
         dev.launch("linear_fp8", f"linear_fp8_{which}", grid, (128,), (x, weight, scale, out, T, N, K, x.stride(0)))
@@ -209,7 +232,7 @@ def linear_bf16(
 ) -> None:  # fmt: skip
     """out = scale * x weight^T; round_bf16: the product is rounded to bf16 before the scale.
 
-    x [T, K] bf16 (rs); weight [N, K] bf16; out [T, N] f32 or bf16. Variants: naive, thin, mma, stream, tiles (as linear_fp8).
+    x [T, K] bf16 (rs); weight [N, K] bf16; out [T, N] f32 or bf16. Variants: naive, thin, mma, stream, tiles, wgmma (as linear_fp8).
     """
     (T, K), N = x.shape, weight.shape[0]
     _shape("linear_bf16", "weight", weight, N, K)
@@ -217,7 +240,7 @@ def linear_bf16(
     _packed("linear_bf16", weight=weight, out=out)
     which = _choose("linear_bf16", variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *STREAM_VARIANTS, *TILES_VARIANTS))
     if which in TILES_VARIANTS:
-        which = _tiles("linear_bf16", which, K % TILES_DEPTH == 0, x, T, N, 1)
+        which, width = _tiles("linear_bf16", which, K, True, x, T, N, 1)
     outputs = (out, None) if out.element_size() == 4 else (None, out)
     args = (x, weight, *outputs, T, N, K, x.stride(0), scale, int(round_bf16))
     if T and which in STREAM_VARIANTS:
@@ -226,9 +249,7 @@ def linear_bf16(
         grid = (_ceil(T, STREAM_TOKENS), _ceil(N, width * STREAM_WARPS // slices))
         dev.launch("linear_stream", f"linear_bf16_{kernel}", grid, (STREAM_WARPS * 32,), (*args, slices))
     elif T and which in TILES_VARIANTS:
-        columns = int(which.removeprefix("tiles"))
-        shared = _tiles_shared(columns, 64, 3 if columns == 128 else 4)
-        dev.launch("linear_tiles", f"linear_bf16_{which}", (_ceil(T, TILES_ROWS), _ceil(N, columns)), (columns,), args, shared)
+        _launch_tiles(dev, "linear_bf16", which, width, T, N, 1, args, 64)
     elif T:
         dev.launch("linear_bf16", f"linear_bf16_{which}", _linear_grid(which, T, N, 1), (128,), args)
 
@@ -320,7 +341,10 @@ def _experts(
         _packed(operation, weight=w, scale=scale, out=out)
     which = _choose(operation, variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *EXPERTS_STREAM_VARIANTS, *TILES_VARIANTS))
     if which in TILES_VARIANTS:
-        which = _tiles(operation, which, K % TILES_DEPTH == 0 and E <= ORDER_EXPERTS, x, slots, N, len(weights))
+        which, width = _tiles(operation, which, K, E <= ORDER_EXPERTS, x, slots, N, len(weights))
+        if which == "wgmma256" and variant == "wgmma":
+            which, width = "wgmma128", 128
+        _need(which != "wgmma256", operation, "wgmma comes in 128 slots of an expert")
     if not slots:
         return
     second = weights[1] if len(weights) == 2 else (None, None, None)
@@ -339,10 +363,11 @@ def _experts(
         raise KernelError(f"{operation}: {T} tokens run in tiles, which need scratch: i32 of experts_scratch(T, k, E) elements")
     _need(scratch.numel() >= experts_scratch(T, k, E), operation, f"scratch of {scratch.numel()}, expected at least {experts_scratch(T, k, E)}")
     if which in TILES_VARIANTS:
-        columns = int(which.removeprefix("tiles"))
+        kind = which[:5]
         dev.launch("experts_tiles", "experts_order", (1,), (ORDER_WARPS * 32,), (experts, scratch, slots, E), 4 * (ORDER_WARPS + 1) * E)
-        grid = (_ceil(N, columns), slots // TILES_ROWS + min(E, slots), len(weights))
-        dev.launch("experts_tiles", f"experts_{which}", grid, (columns,), (x, scratch, *matrices, E, *sizes), _tiles_shared(columns, 16, 4))
+        grid = (_ceil(N, width), slots // TILES_ROWS + min(E, slots), len(weights))
+        block = width if kind == "tiles" else WGMMA_THREADS
+        dev.launch(f"experts_{kind}", f"experts_{which}", grid, (block,), (x, scratch, *matrices, E, *sizes), _tiles_shared(kind, width, 16))
         return
     dev.launch("experts", "experts_plan", (1,), (256,), (experts, scratch, slots, E))
     grid = (slots // TILE + min(E, slots), _ceil(N, TILE), len(weights))
@@ -357,7 +382,7 @@ def experts_up(
 
     x [T, D] bf16 (rs); experts [T, k] i32, -1 = none, untouched; w1, w3 [E, I, D/2] u8; s1, s3 [E, I, D/32] e8m0 as u8;
     gate, up [T, k, I] bf16; scratch i32, for mma and tiles. Variants: naive, thin, mma, stream (stream16, stream32; slices),
-    tiles (tiles128, tiles256).
+    tiles (tiles128, tiles256), wgmma (wgmma128; sm_90a).
     """
     _shape("experts_up", "x", x, experts.shape[0], x.shape[1])
     _experts(dev, "experts_up", x, experts, experts.shape[1], ((w1, s1, gate), (w3, s3, up)), variant, scratch, slices)
@@ -370,7 +395,7 @@ def experts_down(
     """out = w2 h for each chosen expert.
 
     h [T, k, I] bf16; experts [T, k] i32, -1 = none, untouched; w2 [E, D, I/2] u8; s2 [E, D, I/32] e8m0 as u8;
-    out [T, k, D] bf16; scratch i32, for mma and tiles. Variants: naive, thin, mma, stream, tiles (as experts_up).
+    out [T, k, D] bf16; scratch i32, for mma, tiles and wgmma. Variants: naive, thin, mma, stream, tiles, wgmma (as experts_up).
     """
     T, k = experts.shape
     _shape("experts_down", "h", h, T, k, h.shape[2])
