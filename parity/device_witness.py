@@ -66,7 +66,8 @@ class Beside:
         import production
 
         try:
-            how = {"device": "cpu", "mma_sum": "tensor_core", "fast_tiles": False, "prefill_chunk": beside.prefill_chunk, "variants": beside.plan.name} | options
+            plan = {"variants": beside.plan.name, "p_bf16": beside.plan.p_bf16}
+            how = {"device": "cpu", "mma_sum": "tensor_core", "fast_tiles": False, "prefill_chunk": beside.prefill_chunk} | plan | options
             return cls(production.load(checkpoint_dir, max_context=max_context, layers=layers, **how))
         except Exception as error:
             return cls(None, _words("the CPU device was not loaded", error))

@@ -34,6 +34,7 @@ from parity.test_operations_attention import Pooling, entry_values, stored_entry
 from probes.core.inputs import Hostile
 from production import ops
 from production.launch import KernelError
+from production.ops.hyper_connection import AT_ONCE_VARIANTS, mix_scratch
 from reference import formats
 from reference import ops as ref
 from reference.config import ModelConfig
@@ -100,6 +101,7 @@ class World:
         self.name, self.device, self.at = name, device, device.torch_device
         self.c = replace(ModelConfig.from_dir(PRESETS / name), **sizes)
         self.kept: dict[Any, Any] = {}
+        self.kept_for = ""
 
     def rng(self, seed: int) -> torch.Generator:
         return torch.Generator(device=self.at).manual_seed(seed)
@@ -135,6 +137,14 @@ def world(request, device):
     made.kept.clear()
     if made.at.type == "cuda":
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def only_one_operation_is_kept(request, world):
+    """Pro's experts take 9 GB: what was made for one test function goes before the next."""
+    if world.kept_for != request.function.__name__:
+        world.kept.clear()
+        world.kept_for = request.function.__name__
 
 
 @pytest.fixture(autouse=True)
@@ -640,7 +650,7 @@ def test_sparse_attn(kind, world, T, variant, device, hostile, compare, equal):
     keys: Attending = world.keep(("attention", kind, T), lambda: Attending(world, kind, T))
     h, d = keys.h, keys.d
     width = keys.window + (0 if not keys.ratio else keys.capacity if keys.selected is None else keys.selected.shape[1])
-    splits = ops.splits_for(width, variant) if keys.decode and variant != "naive" else 1
+    splits = ops.splits_for(width, variant) if keys.decode and variant != "naive" and not variant.startswith("wgmma") else 1
     real, rounds = keys.position >= 0, variant.endswith("p_bf16")
     for merged in (False, True) if splits > 1 and variant.startswith("flash") else (False,):
         out, visible = hostile.poisoned((T, h, d), BF16), hostile.poisoned((T, width), I32).fill_(-7)
@@ -668,34 +678,65 @@ def mixing(world: World, T: int, lines: int) -> tuple[Tensor, Tensor, Tensor, Te
     return X, fn, base, 1 + 0.3 * world.normal(3 if lines > n else 1, seed=66)
 
 
+def at_once(hostile: Hostile, T: int, D: int, variant: str) -> dict[str, Any]:
+    """What the variants of hyper_connection_split.cu need beside; nothing for the others."""
+    if variant not in AT_ONCE_VARIANTS:
+        return {}
+    return {"sums": hostile.poisoned((mix_scratch(T, D, variant),), F32), "counters": hostile.poisoned((T,), I32).zero_()}
+
+
 @of("hc_pre")
 def test_hc_pre(world, T, variant, device, hostile, compare):
+    """Alone, and where a variant can, behind the half before and with the norm after it, in one call."""
     c = world.c
     n, D = c.hc_mult, c.hidden_size
     X, fn, base, scale = mixing(world, T, (2 + n) * n)
-    held, pre, post, comb, a = hostile.strided(X), *(hostile.poisoned((T, *shape), dtype) for shape, dtype in (((n,), F32), ((n,), F32), ((n, n), F32), ((D,), BF16)))
     weights = [hostile.packed(x) for x in (fn, base, scale)]
+    y, before_post, before_comb, norm = world.rows(T, D, seed=72), world.normal(T, n, seed=74).abs(), world.normal(T, n, n, seed=75).abs(), world.normal(D, seed=76)
+    for whole in (False, True) if variant in AT_ONCE_VARIANTS else (False,):
+        held, pre, post, comb, a = hostile.strided(X), *(hostile.poisoned((T, *shape), dtype) for shape, dtype in (((n,), F32), ((n,), F32), ((n, n), F32), ((D,), BF16)))
+        normed, extra = hostile.poisoned((T, D), BF16), at_once(hostile, T, D, variant)
+        more: dict[str, Any] = {}
+        if whole:  # the half before: its post and comb lie where this half's go
+            streams, held = held, hostile.poisoned((T, n, D), BF16)
+            post.copy_(before_post), comb.copy_(before_comb)
+            more = {"before": (hostile.strided(y), streams), "norm": (hostile.packed(norm), normed)}
+        with where_it_runs(world):
+            ops.hc_pre(device, held, weights[0], weights[1], weights[2], pre, post, comb, a, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps, variant=variant, **extra, **more)
+        case = f"{variant}, {T} x {n} x {D}{', between the half before and the norm' if whole else ''}"
+        assert not any(name == "counters" and t.any() for name, t in extra.items()), "a counter was left behind"
+        mixed = held.clone() if whole else X
+        if whole:
+            compare("hc_post", case, mixed, lambda sums: ref.hc_post(y.float(), X.float(), before_post, before_comb, sums), rounded=True, row_dims=2)
+            compare("rms_norm", case, normed, lambda sums, a=a: ref.rms_norm(a.float(), norm, c.rms_norm_eps, sums), rounded=True)
+
+        @functools.cache
+        def every(sums: Sums, mixed: Tensor = mixed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            dtype = F64 if sums.order == 0 else F32
+            return ref.hc_pre(mixed.to(dtype), fn.to(dtype), base.to(dtype), scale.to(dtype), c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps, sums)
+
+        for which, name, got, row_dims in ((1, "pre", pre, 1), (2, "post", post, 1), (3, "comb", comb, 2)):
+            compare("hc_pre", f"{name}: {case}", got, lambda sums, which=which, every=every: every(sums)[which], rounded=False, row_dims=row_dims)
+        compare("hc_a", case, a, lambda sums, every=every: every(sums)[0], rounded=True)
+
+
+@of("hc_post")
+def test_hc_post(world, T, variant, device, hostile, compare):
+    c = world.c
+    n, D = c.hc_mult, c.hidden_size
+    X, y, post, comb = world.rows(T * n, D, seed=62).view(T, n, D), world.rows(T, D, seed=68), world.normal(T, n, seed=70).abs(), world.normal(T, n, n, seed=71).abs()
+    out = hostile.poisoned((T, n, D), BF16)
     with where_it_runs(world):
-        ops.hc_pre(device, held, weights[0], weights[1], weights[2], pre, post, comb, a, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps, variant=variant)
-
-    @functools.cache
-    def every(sums: Sums) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dtype = F64 if sums.order == 0 else F32
-        return ref.hc_pre(X.to(dtype), fn.to(dtype), base.to(dtype), scale.to(dtype), c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps, sums)
-
-    case = f"{variant}, {T} x {n} x {D}"
-    for which, name, got, row_dims in ((1, "pre", pre, 1), (2, "post", post, 1), (3, "comb", comb, 2)):
-        compare("hc_pre", f"{name}: {case}", got, lambda sums, which=which: every(sums)[which], rounded=False, row_dims=row_dims)
-    compare("hc_a", case, a, lambda sums: every(sums)[0], rounded=True)
+        ops.hc_post(device, hostile.strided(y), hostile.strided(X), hostile.packed(post), hostile.packed(comb), out, variant=variant)
+    compare("hc_post", f"{variant}, {T} x {n} x {D}", out, lambda sums: ref.hc_post(y.float(), X.float(), post, comb, sums), rounded=True, row_dims=2)
 
 
-def test_hc_post_and_head(world, T, device, hostile, compare):
+@of("hc_head")
+def test_hc_head(world, T, variant, device, hostile, compare):
     c = world.c
     n, D = c.hc_mult, c.hidden_size
     X, fn, base, scale = mixing(world, T, n)
-    y, post, comb = world.rows(T, D, seed=68), world.normal(T, n, seed=70).abs(), world.normal(T, n, n, seed=71).abs()
-    held, out, a = hostile.strided(X), hostile.poisoned((T, n, D), BF16), hostile.poisoned((T, D), BF16)
-    ops.hc_post(device, hostile.strided(y), held, hostile.packed(post), hostile.packed(comb), out)
-    compare("hc_post", f"{T} x {n} x {D}", out, lambda sums: ref.hc_post(y.float(), X.float(), post, comb, sums), rounded=True, row_dims=2)
-    ops.hc_head(device, held, hostile.packed(fn), hostile.packed(base), hostile.packed(scale), a, c.hc_eps, c.rms_norm_eps)
-    compare("hc_head", f"{T} x {n} x {D}", a, lambda sums: ref.hc_head(X.float(), fn, base, scale, c.hc_eps, c.rms_norm_eps, sums), rounded=True)
+    a, extra = hostile.poisoned((T, D), BF16), at_once(hostile, T, D, variant)
+    with where_it_runs(world):
+        ops.hc_head(device, hostile.strided(X), hostile.packed(fn), hostile.packed(base), hostile.packed(scale), a, c.hc_eps, c.rms_norm_eps, variant=variant, **extra)
+    compare("hc_head", f"{variant}, {T} x {n} x {D}", a, lambda sums: ref.hc_head(X.float(), fn, base, scale, c.hc_eps, c.rms_norm_eps, sums), rounded=True)

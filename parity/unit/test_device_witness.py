@@ -217,6 +217,16 @@ def test_launches_that_are_not_counted_are_looked_for_in_the_whole_run(moved):
         moved.beside.there["decode"] = there
 
 
+@pytest.mark.parametrize("plan", [{"variants": "fast"}, {"variants": "fast", "p_bf16": True}], ids=["fast", "p in bf16"])
+def test_the_other_device_runs_the_same_plan(plan):
+    bundled = ROOT / "checkpoints" / "tiny-dsv4"  # heads of 128, for which there are fast variants
+    made = production.load(bundled, max_context=CONTEXT, layers=range(1), **plan)
+    beside = Beside.load(bundled, made, CONTEXT, range(1))
+    assert beside.problem == ""
+    assert beside.model.plan == made.plan
+    assert beside.model.policy == made.policy
+
+
 # ---- what is asked, and what is not run ----
 
 
