@@ -31,7 +31,7 @@ struct KeyScale {
 __device__ __forceinline__ KeyScale key_scale(unsigned scales) {
   const int top = (int)max(max(scales & 255u, scales >> 8 & 255u), max(scales >> 16 & 255u, scales >> 24));
   const unsigned shift = scales + (unsigned)(3 - top) * 0x01010101u;  // bytes of 0..3, or some byte is larger
-  return {shift, top, (shift & 0xfcfcfcfcu) == 0u && (unsigned)(top - 30) <= 170u};
+  return {shift, top, (shift & 0xfcfcfcfcu) == 0u && top <= 200};
 }
 
 // 2^-22 of an integer sum times 2^(fp32 factor): the product of two doubled codes counts 1/4, a shift of 3 another 1/8.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from production.launch import Device
 from production.ops.hyper_connection import AT_ONCE_VARIANTS, mixing_fits
-from production.ops.indexer import FAST_DIM, prepared_heads
+from production.ops.indexer import FAST_DIM, PREPARED_HEADS, TILE_WARPS, prepared_heads
 from production.ops.sparse_attn import FLASH, WGMMA, flash_fits, wgmma_fits
 from reference.config import InputError, ModelConfig
 
@@ -65,6 +65,7 @@ PLANS = {plan.name: plan for plan in (PORTABLE, FAST)}
 HOPPER_ONLY = {
     "linear": {"wgmma": "tiles"},
     "experts": {"wgmma": "tiles"},
+    "indexer_score": {"wgmma": "int8", "wgmma_tiles": "int8_tiles", "wgmma_tiles_3": "int8_tiles"},
     "sparse_attn": {"wgmma": "flash", "wgmma_p_bf16": "flash_p_bf16"},
 }
 
@@ -88,17 +89,19 @@ def plan_of(name: str | None, device: Device) -> Plan:
 
 
 def fitted(plan: Plan, config: ModelConfig) -> Plan:
-    """The plan for a model of these shapes: scores of other keys than those of 128 dims, or of too many heads, by `entries`; attention
-    of heads that `wgmma` is not built for by `flash`, of those that `flash` is not built for, and mixing of other streams than four of
-    a multiple of 256, by the wrapper's own choice.
+    """The plan for a model of these shapes: scores of other keys than those of 128 dims, or of too many heads, by `entries`, of 16
+    heads and fewer by `int8` where `wgmma` is named; attention of heads that `wgmma` is not built for by `flash`, of those that `flash`
+    is not built for, and mixing of other streams than four of a multiple of 256, by the wrapper's own choice.
     """
-    integers = config.index_head_dim == FAST_DIM and prepared_heads(config.index_n_heads) is not None
+    heads = prepared_heads(config.index_n_heads) if config.index_head_dim == FAST_DIM else None
     flash = flash_fits(config.head_dim, config.qk_rope_head_dim)
     wgmma = wgmma_fits(config.head_dim, config.qk_rope_head_dim)
     mixing = mixing_fits(config.hc_mult, config.hidden_size, config.hc_eps)
 
     def fit(variants: Variants) -> Variants:
-        if not integers and variants.indexer_score is not None and variants.indexer_score.startswith("int8"):
+        if heads != PREPARED_HEADS[-1] and variants.indexer_score in HOPPER_ONLY["indexer_score"]:
+            variants = replace(variants, indexer_score=HOPPER_ONLY["indexer_score"][variants.indexer_score])
+        if heads is None and variants.indexer_score in ("int8", *TILE_WARPS):
             variants = replace(variants, indexer_score="entries")
         if not wgmma and variants.sparse_attn in WGMMA:
             variants = replace(variants, sparse_attn=HOPPER_ONLY["sparse_attn"][variants.sparse_attn or ""])

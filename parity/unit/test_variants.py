@@ -56,6 +56,13 @@ def test_index_scores_by_integers_are_for_keys_of_128_and_64_heads_at_most(heads
     assert fitted(PORTABLE, config) == PORTABLE
 
 
+@pytest.mark.parametrize(("heads", "decode", "prefill"), [(64, "wgmma", "wgmma_tiles"), (17, "wgmma", "wgmma_tiles"), (16, "int8", "int8_tiles"), (65, "entries", "entries")])
+def test_index_scores_by_wgmma_are_for_17_to_64_heads(heads, decode, prefill):
+    named = replace(FAST, decode=replace(FAST.decode, indexer_score="wgmma"), prefill=replace(FAST.prefill, indexer_score="wgmma_tiles"))
+    plan = fitted(named, shapes(index_n_heads=heads, index_head_dim=128))
+    assert (plan.decode.indexer_score, plan.prefill.indexer_score) == (decode, prefill)
+
+
 @pytest.mark.parametrize(("width", "rotary", "takes"), [(512, 64, True), (128, 64, True), (96, 32, False), (512, 32, False), (256, 64, False)])
 def test_flash_attention_is_for_the_widths_it_is_built_for(width, rotary, takes):
     config = shapes(head_dim=width, qk_rope_head_dim=rotary)
