@@ -29,7 +29,8 @@ from production import cpu_device
 from production.signatures import KernelError, architectures, check_architecture, include_closure, kernel_names, near
 
 ARCHS = ("sm_90a", "sm_100a")
-FLAGS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true",
+# The last but one: without it an older NVRTC 13.0 takes a generic lambda for a host function.
+FLAGS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true", "--device-as-default-execution-space",
          "--ptxas-options=-v")  # fmt: skip
 
 

@@ -468,7 +468,7 @@ class _CudaKernel:
     def __init__(self, function: Any, converter: Converter, driver_launch: Callable[..., None]) -> None:
         self.function, self.converter, self._driver_launch = function, converter, driver_launch
         self.name = converter.kernel
-        self._shared_limit = self.DEFAULT_SHARED_BYTES
+        self._shared_limit = self.DEFAULT_SHARED_BYTES - int(function.shared_size_bytes)  # static and dynamic share what needs no leave
         self._handle = int(function.kernel.ptr)
         count = len(converter.parameters)
         self._slots = ctypes.create_string_buffer(8 * max(1, count))

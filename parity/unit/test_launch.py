@@ -450,6 +450,7 @@ class _Driver:
         self.parameters = parameters
         self.seen: list[tuple[Any, ...]] = []
         self.max_dynamic_shared_size_bytes = 0
+        self.shared_size_bytes = 0
         self.kernel = self
 
     def launch(self, handle, gx, gy, gz, bx, by, bz, shared, stream, places, extra) -> None:
@@ -475,6 +476,20 @@ def test_arguments_lie_where_the_driver_is_told_in_slots_of_their_own():
     with pytest.raises(KernelError, match="at most 1024 threads"):
         kernel.launch((1,), (2048,), (out, *given), 0, 0)
     assert len(driver.seen) == 2
+
+
+def test_leave_for_more_shared_memory_counts_what_the_kernel_has_of_its_own():
+    """The driver refuses 45,000 dynamic bytes beside 9,000 static ones unless they were asked for, though each alone is below 48 KiB."""
+    parameters = signatures(include_closure(PROBES / "launch_probe.cu", [cpu_device.KERNELS]))["scalars"]
+    driver = _Driver(parameters)
+    driver.shared_size_bytes = 9_000
+    kernel = launch._CudaKernel(driver, Converter("scalars", parameters, "cpu"), driver.launch)
+    arguments = (None, *(7,) * 4, 1.5, 2.5, False, 7)
+    kernel.launch((1,), (1,), arguments, 40_000, 0)
+    assert driver.max_dynamic_shared_size_bytes == 0
+    kernel.launch((1,), (1,), arguments, 45_000, 0)
+    assert driver.max_dynamic_shared_size_bytes == 45_000
+
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(launch.cuda_missing() is not None, reason=f"not run: {launch.cuda_missing()}")]
 
