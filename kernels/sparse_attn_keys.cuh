@@ -46,6 +46,7 @@ __device__ __forceinline__ float exp_below(float a, float b) { return a == b ? 1
 
 // Columns of visible that hold no key. Each of `threads` threads calls with its number.
 __device__ __forceinline__ void show_nothing_else(const Keys &keys, int thread, int threads) {
+#pragma unroll 1
   for (int j = keys.in_window + thread; j < keys.window + keys.columns; j += threads)
     if (j < keys.window || j - keys.window >= keys.total - keys.in_window) keys.visible[j] = -1;
 }

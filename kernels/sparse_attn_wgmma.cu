@@ -144,17 +144,17 @@ __device__ __forceinline__ void decode_half(const Half &half, const uint2 &scale
         make_uint4(half.raw[HALF - 1].x, half.raw[HALF - 1].y, half.raw[HALF].x, half.raw[HALF].y);
 }
 
-// Decodes what load_half loaded, zeros without a key; `to` is the chunk's place in the first of the four panels.
+// Decodes what load_half loaded, zeros without a key; `to` is the chunk's place in the first of the four panels. Whole warps.
 template <int SIDE>
 __device__ __forceinline__ void store_half(const Half &half, const uint2 &scales, bool is_key, unsigned char *to) {
-  if (is_key && all_plain(scales)) {
+  if (__all_sync(FULL_MASK, is_key && all_plain(scales))) {
     decode_half<SIDE, true>(half, scales, to);
-  } else if (is_key) {
-    decode_half<SIDE, false>(half, scales, to);
-  } else {
-#pragma unroll
-    for (int i = 0; i < HALF; i++) *reinterpret_cast<uint4 *>(to + i * PANEL_BYTES) = make_uint4(0u, 0u, 0u, 0u);
+    return;
   }
+  Half kept;
+#pragma unroll
+  for (int i = 0; i < HALF + SIDE; i++) kept.raw[i] = is_key ? half.raw[i] : make_uint2(0u, 0u);
+  decode_half<SIDE, false>(kept, is_key ? scales : make_uint2(0u, 0u), to);
 }
 
 // Where key i of the token lies, null: nowhere; e is what entry_at said. From lane to lane of a warp.
@@ -213,6 +213,7 @@ __device__ __forceinline__ void load(const Call &call) {
     if (item.p < 0) continue;
     const Keys keys = keys_of_item(call, item);
     if (keys.visible && item.head0 == 0) {
+#pragma unroll 1
       for (int i = thread; i < keys.total; i += PRODUCER_WARPS * WARP) {
         const Key key = find_key(keys, i);
         keys.visible[key.column] = key.shown;
@@ -222,6 +223,7 @@ __device__ __forceinline__ void load(const Call &call) {
     const auto listed = [&](int i) { return i >= keys.in_window && i < keys.total ? entry_at(keys, i) : -1; };
     const auto find = [&](Stage &stage, int i, int e) {
       const unsigned char *mine = key_bytes(keys, i, e);
+      stage.seen = __ballot_sync(FULL_MASK, mine != nullptr);
 #pragma unroll
       for (int k = 0; k < SLOTS; k++) stage.entries[k] = of_lane(mine, 4 * k + lane / 8);
     };
@@ -244,15 +246,8 @@ __device__ __forceinline__ void load(const Call &call) {
       constexpr int SIDE = decltype(side)::value;
       mbarrier_wait(barrier(FREE + 2 * number_of_stage + SIDE), uses & 1 ^ 1);
       unsigned char *to = smem + AT_KV + number_of_stage * TILE_BYTES + SIDE * HALF * PANEL_BYTES;
-      if (SIDE == number_of_stage) {  // the first of the stage's halves
-        stage.seen = 0;
-#pragma unroll
-        for (int k = 0; k < SLOTS; k++) {
-          const unsigned lanes = __ballot_sync(FULL_MASK, stage.entries[k] != nullptr);
-          stage.seen |= (lanes & 1u | lanes >> 7 & 2u | lanes >> 14 & 4u | lanes >> 21 & 8u) << 4 * k;
-        }
-        if (lane == 0) reinterpret_cast<unsigned short *>(smem + AT_SEEN)[number_of_stage * 4 + warp] = (unsigned short)stage.seen;
-      }
+      if (SIDE == number_of_stage && lane == 0)  // the first of the stage's halves
+        reinterpret_cast<unsigned short *>(smem + AT_SEEN)[number_of_stage * 4 + warp] = (unsigned short)stage.seen;
 #pragma unroll
       for (int k = 0; k < SLOTS; k++) {
         store_half<SIDE>(halves[k], stage.scales[k], stage.seen >> (4 * k + lane / 8) & 1, to + swizzle_128(first_row + 4 * k, sub));
