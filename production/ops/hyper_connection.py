@@ -25,6 +25,7 @@ SLOT, SPLIT_STRIP, MMA_STRIP = 28, 64, 256  # as in kernels/hyper_connection_spl
 AT_ONCE, LAST_BLOCK_TOKENS = 8, 2  # tokens of a block of hc_sums; calls of so many finish in one launch
 
 AT_ONCE_VARIANTS = ("split", "mma")
+PROCESSORS = 132  # of an H200
 LEAST_EPS = 1e-9  # the kernels take reciprocals of products of two sums
 
 Norm = tuple[Tensor, Tensor]
@@ -44,7 +45,7 @@ def mix_scratch(T: int, D: int, variant: str) -> int:
 def hc_pre(
     dev: Device, X: Tensor, fn: Tensor, base: Tensor, scale: Tensor, pre: Tensor, post: Tensor, comb: Tensor, a: Tensor, iters: int,
     hc_eps: float, norm_eps: float, variant: str | None = None, sums: Tensor | None = None, counters: Tensor | None = None,
-    norm: Norm | None = None, before: Half | None = None, last_block_tokens: int = LAST_BLOCK_TOKENS, warps: int = 8,
+    norm: Norm | None = None, before: Half | None = None, last_block_tokens: int = LAST_BLOCK_TOKENS, warps: int | None = None,
 ) -> None:  # fmt: skip
     """The weights of a block's n residual streams, and its input a = sum_i pre[i] X[i].
 
@@ -56,7 +57,7 @@ def hc_pre(
       norm    (weight [D] f32, out [T, D] bf16): out = a rsqrt(mean(a^2) + norm_eps) weight
       before  (y [T, D], streams [T, n, D] bf16, (rs)): X is written first, as hc_post does with the half before's post and comb, which
               lie where this half's go; X is then contiguous and not `streams`
-    The result does not depend on last_block_tokens, nor on `warps` (of mma: 4 or 8).
+    The result does not depend on last_block_tokens, nor on `warps` (of mma: 4 or 8; None: as many as leave a block for each processor).
     """
     T, n, D = X.shape
     rows = (2 + n) * n
@@ -89,7 +90,7 @@ def hc_pre(
 def hc_head(
     dev: Device, X: Tensor, fn: Tensor, base: Tensor, scale: Tensor, a: Tensor, hc_eps: float, norm_eps: float, variant: str | None = None,
     sums: Tensor | None = None, counters: Tensor | None = None, norm: Norm | None = None, before: Half | None = None,
-    mixing: tuple[Tensor, Tensor] | None = None, last_block_tokens: int = LAST_BLOCK_TOKENS, warps: int = 8,
+    mixing: tuple[Tensor, Tensor] | None = None, last_block_tokens: int = LAST_BLOCK_TOKENS, warps: int | None = None,
 ) -> None:  # fmt: skip
     """a = sum_i pre[i] X[i] before the final norm. X [T, n, D] bf16 (rs); fn [n, nD], base [n], scale [1] f32; a [T, D] bf16.
 
@@ -128,7 +129,7 @@ def _vectors(operation: str, **tensors: Tensor) -> None:
 def _mix(
     dev: Device, operation: str, which: str, X: Tensor, fn: Tensor, base: Tensor, scale: Tensor,
     outputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor], rows: int, iters: int, hc_eps: float, norm_eps: float,
-    sums: Tensor | None, counters: Tensor | None, norm: Norm | None, before: Half | None, last_block_tokens: int, warps: int,
+    sums: Tensor | None, counters: Tensor | None, norm: Norm | None, before: Half | None, last_block_tokens: int, warps: int | None,
 ) -> None:  # fmt: skip
     """The kernels of hyper_connection_split.cu: one launch, or the sums of all parts and then the rest."""
     (T, n, D), (_, post, comb, a) = X.shape, outputs
@@ -174,6 +175,8 @@ def _mix(
     if which == "split":
         dev.launch(source, f"hc_{kind}sums", (parts, _ceil(T, AT_ONCE)), (288,), (*mixed, fn, sums, T, AT_ONCE, rows, D, *strides))
     else:
+        if warps is None:
+            warps = 8 if parts * _ceil(T, 128) >= PROCESSORS else 4
         _need(warps in (4, 8), name, f"{warps} warps, expected 4 or 8")
         shared = 512 * warps * (8 + 2 * (before is not None)) + 12288
         dev.launch(source, f"hc_{kind}project_{warps}", (parts, _ceil(T, 16 * warps)), (32 * warps,), (*mixed, fn, sums, T, rows, D, *strides), shared)
