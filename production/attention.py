@@ -192,7 +192,7 @@ class Attention:
                 dev, buf.q, cache.ring, cache.ring_position, cache.entries, selected, buf.position, buf.row,
                 self.weights.attn_sink, buf.o, window=c.sliding_window, ratio=self.ratio,
                 splits=state.splits[self.ratio], part_o=state.part_o[self.ratio], part_ml=state.part_ml[self.ratio],
-                visible=visible, variant=step.variants.sparse_attn,
+                visible=visible, variant=step.variants.sparse_attn, done=state.merges,
             )  # fmt: skip
         else:
             ops.sparse_attn(

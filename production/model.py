@@ -122,6 +122,7 @@ class State:
     """What a run carries from call to call (the cache), and the memory it works in. Made by `Transformer.new_state`.
 
     splits   key splits of decode attention by ratio, fixed by capacity, so that a row's result does not depend on others
+    merges   counters of blocks that merge splits themselves, zero between steps; None: a kernel of its own merges
     count    [layers, b] i32, tokens of the current call; `ones` the same for decode
     graphs   captured decode steps, by (layer or None, taps, given choices)
     """
@@ -139,14 +140,16 @@ class State:
         self.count = torch.zeros(len(model.layers), batch, dtype=torch.int32, device=device)
         self.ones = torch.ones(len(model.layers), batch, dtype=torch.int32, device=device)
         self.graphs: dict[tuple[int | None, tuple[str, ...], tuple[str, ...]], DecodeGraph] = {}
+        variant, h = model.plan.decode.sparse_attn, c.num_attention_heads
+        self.merges = torch.zeros(ops.merge_counters(batch, h), dtype=torch.int32, device=device) if ops.merges_in_launch(variant) else None
         self.splits: dict[int, int] = {}
         self.part_o: dict[int, Tensor] = {}
         self.part_ml: dict[int, Tensor] = {}
         for cache in self.cache.layers:
             entries = 0 if cache.entries is None else cache.entries.shape[1]
             visible = c.sliding_window + (min(c.index_topk, entries) if cache.keys is not None else entries)
-            splits = self.splits[cache.ratio] = ops.splits_for(visible, model.plan.decode.sparse_attn)
-            heads = (batch, splits, c.num_attention_heads)
+            splits = self.splits[cache.ratio] = ops.splits_for(visible, variant)
+            heads = (batch, splits, h)
             if cache.ratio not in self.part_o:
                 self.part_o[cache.ratio] = torch.zeros(*heads, c.head_dim, dtype=torch.float32, device=device)
                 self.part_ml[cache.ratio] = torch.zeros(*heads, 2, dtype=torch.float32, device=device)

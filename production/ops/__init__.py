@@ -28,7 +28,7 @@ from production.ops.dense import (
 from production.ops.hyper_connection import hc_head, hc_post, hc_pre, mix_scratch
 from production.ops.indexer import hadamard_e2m1, indexer_score, indexer_scratch
 from production.ops.layout import entry_bytes
-from production.ops.sparse_attn import merge_counters, sparse_attn, splits_for
+from production.ops.sparse_attn import merge_counters, merges_in_launch, sparse_attn, splits_for
 from production.ops.storage import compressor_prefill, compressor_step, store_entries, store_index_keys, store_window
 from production.ops.topk import topk, topk_scratch
 
@@ -54,6 +54,7 @@ __all__ = [
     "linear_bf16",
     "linear_fp8",
     "merge_counters",
+    "merges_in_launch",
     "mix_scratch",
     "moe_combine",
     "rms_norm",

@@ -33,6 +33,7 @@ TILE_KEYS, HEADS_PER_BLOCK, MMA_HEADS = 32, 8, 16  # sparse_attn.cu: keys decode
 FLASH = {"flash": 2, "flash_p_bf16": 1}
 FLASH_HEADS = {512: (64, 32, 16), 128: (16,)}
 FLASH_ROTARY, FLASH_TILE = 64, 64
+FLASH_ONE_LAUNCH = False
 FLASH_SPLIT_KEYS, FLASH_MAX_SPLITS = 128, 16  # what a block reads and writes besides its keys is worth two tiles
 FLASH_TILE_US, FLASH_BLOCK_US, SMS = {64: 3.6, 32: 2.0, 16: 1.3}, 2.5, 132  # on an H200, to choose a block's heads; moves no bit
 
@@ -56,6 +57,11 @@ def flash_fits(d: int, r: int) -> bool:
 def wgmma_fits(d: int, r: int) -> bool:
     """Whether the wgmma kernel, for Hopper, is built for heads of d dims, r of them rotary."""
     return (d, r) == (WGMMA_DIM, WGMMA_ROTARY)
+
+
+def merges_in_launch(variant: str | None) -> bool:
+    """Whether decode gives this variant counters, so that one launch attends and merges: FLASH_ONE_LAUNCH, whichever measures faster."""
+    return FLASH_ONE_LAUNCH and variant in FLASH
 
 
 def merge_counters(T: int, h: int) -> int:
