@@ -78,6 +78,13 @@ template <int HEADS> struct Query {
 __device__ __forceinline__ int query_offset(int head, int block, int half) { return head * INDEX_DIM + block * 32 + 16 * (half ^ (head & 1)); }
 __device__ __forceinline__ int swizzled_offset(int head, int chunk) { return head * INDEX_DIM + 16 * (chunk ^ (head & 7)); }
 
+// Asks for a query's q and weights before it is known whether the token is a pad.
+__device__ __forceinline__ void prefetch_query(const __nv_bfloat16 *q, const float *weights, int hi) {
+  const int line = threadIdx.x;  // of 128 bytes
+  if (64 * line < hi * INDEX_DIM) prefetch_global(q + 64 * line);
+  if (32 * line < hi) prefetch_global(weights + 32 * line);
+}
+
 // The whole block writes a prepared query but for its flag, which it returns, the same for all. bf16 q [hi][128], 16-byte aligned.
 template <int HEADS, int THREADS, bool FOR_WGMMA = false>
 __device__ __forceinline__ bool prepare_query(unsigned char *prepared, const __nv_bfloat16 *q, const float *weights, int hi) {

@@ -26,12 +26,14 @@ __device__ __forceinline__ void score_rows(const __nv_bfloat16 *q, const float *
                                            long long score_stride) {
   constexpr int N = HEADS / 8, GROUP = N < 4 ? N : 4;
   __shared__ __align__(16) unsigned char prepared[Query<HEADS>::BYTES];
-  const int token = blockIdx.x, p = position[token];
-  if (p < 0) return;
+  const int token = blockIdx.x;
+  prefetch_query(q + token * q_stride, weights + token * weights_stride, hi);
+  const int p = position[token], batch = row[token];
+  if (min(p, batch) < 0) return;  // a row is never negative: both are on their way before the branch
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   const int seen = min(min(visible_entries(p, ratio), capacity), E), step = gridDim.y * ROW_WARPS * RUN;
   int first = (blockIdx.y * ROW_WARPS + warp) * RUN;
-  const Keys keys = {key_codes + row[token] * keys_row_stride + 16 * t, scales + row[token] * scales_row_stride, seen - 1};
+  const Keys keys = {key_codes + batch * keys_row_stride + 16 * t, scales + batch * scales_row_stride, seen - 1};
   float *out = score + token * score_stride + g + 8 * t;  // of this lane's key of a run
   unsigned char *ring = stages + warp * (STAGES * RUN * KEY_BYTES) + lane * 16;
   unsigned own_scales[2] = {0u, 0u};  // all four of key g + 8 t, of this round and the next

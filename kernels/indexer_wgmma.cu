@@ -44,13 +44,15 @@ extern "C" __global__ void __launch_bounds__(ROW_WARPS *WARP, 1)
 indexer_rows_wgmma(const __nv_bfloat16 *q, const float *weights, const unsigned char *key_codes, const unsigned char *scales, const int *position,
                    const int *row, float *score, int hi, int E, int capacity, int ratio, long long q_stride, long long weights_stride,
                    long long keys_row_stride, long long scales_row_stride, long long score_stride) {
-  const int token = blockIdx.x, p = position[token];
-  if (p < 0) return;
+  const int token = blockIdx.x;
+  prefetch_query(q + token * q_stride, weights + token * weights_stride, hi);
+  const int p = position[token], batch = row[token];
+  if (min(p, batch) < 0) return;  // a row is never negative: both are on their way before the branch
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   const int seen = min(min(visible_entries(p, ratio), capacity), E), step = gridDim.y * (ROW_WARPS / 4) * GROUP_RUN;
   int first = (blockIdx.y * (ROW_WARPS / 4) + warp / 4) * GROUP_RUN;  // of the warpgroup; a warp has 32 of these keys
   const int own = warp % 4 * RUN;
-  const Keys keys = {key_codes + row[token] * keys_row_stride + 16 * t, scales + row[token] * scales_row_stride, seen - 1};
+  const Keys keys = {key_codes + batch * keys_row_stride + 16 * t, scales + batch * scales_row_stride, seen - 1};
   float *out = score + token * score_stride + own + g + 8 * t;
   unsigned char *ring = shared_bytes + RING + warp * (ROW_STAGES * RUN * KEY_BYTES) + lane * 16;
   unsigned own_scales[2] = {0u, 0u};
