@@ -30,7 +30,7 @@ from torch import Tensor
 from parity import gates, selection
 from parity.audit import Audit, ReferencePass, launches_of
 from parity.evaluate import judge_choice, judge_values, judge_visible, with_step
-from parity.gates import DEVICE, GATES, K_DEVICE, Gate
+from parity.gates import DEVICE, GATES, K_DEVICE, Gate, typical_of_device
 from parity.selection import DEVICE_MODE, Case
 from probes.core.recorder import Recorder
 from probes.core.records import Coverage, Measurement, State, Verdict
@@ -188,13 +188,13 @@ def judge(audit: Audit, case: Case, test_id: str) -> Verdict:
 
 def _judge_values(audit: Audit, case: Case, base: Verdict, spec: PointSpec, got: Tensor, want: Tensor, valid: Tensor, others: bool) -> Verdict:
     """Worst and typical row as everywhere, on the floor of the reference's twins; and the share of elements that differ in a bit."""
-    row = DEVICE[spec.name]
-    gate = GATES[spec.name] if others else Gate(row.worst, row.worst, row.typical, row.why)
+    row, keys_equal = DEVICE[spec.name], _keys_equal(audit, case)
+    gate = GATES[spec.name] if others else Gate(row.worst, row.worst, typical_of_device(spec.name, keys_equal), row.why)
     passes: list[PassKey] = [("prefill", None)] if case.steps is None else [("decode", step) for step in range(case.steps[0], case.steps[1] + 1)]
     floor = audit.floor("isolated", case.point)
     verdict = judge_values(base, spec, gate, "isolated", got, want, valid, floor, passes, k=None if others else K_DEVICE)
     share, tokens = differing(spec, got, want, valid)
-    details = {**verdict.details, "equal_bits": 1.0 - share, "tokens": tokens}
+    details = {**verdict.details, "equal_bits": 1.0 - share, "tokens": tokens, "stored_keys_equal": keys_equal}
     verdict = replace(verdict, details=details)
     if others or row.differing is None or tokens < gates.TYPICAL_ROWS or verdict.state is State.NOT_RUN:
         return verdict
@@ -205,6 +205,20 @@ def _judge_values(audit: Audit, case: Case, base: Verdict, spec: PointSpec, got:
         verdict = replace(verdict, state=State.FAIL, reason=judged.reason)
     spent = max(verdict.spent or 0.0, judged.spent)
     return replace(verdict, numbers=numbers, spent=spent)
+
+
+KEYS = ("attn.kv", "attn.compressor", "attn.indexer.compressor")  # what a pass stores for later queries, too
+
+
+def _keys_equal(audit: Audit, case: Case) -> bool:
+    """Whether the keys that these passes stored in this layer are equal in every bit; older ones are, as both got the same state."""
+    assert case.layer is not None
+    points = [f"layers.{case.layer}.{name}" for name in KEYS if f"layers.{case.layer}.{name}" in audit.isolated_points]
+    name = ("device keys", case.layer, case.phase, case.steps)
+    if name not in audit.memo:
+        sides = [[audit.values(who, p, case.phase, case.steps) for who in ("isolated", WHO)] for p in points]
+        audit.memo[name] = all(differing(spec_of(p), got, want, audit.valid_over(case.phase, case.steps))[0] == 0.0 for p, (got, want) in zip(points, sides, strict=True))
+    return bool(audit.memo[name])
 
 
 def differing(spec: PointSpec, got: Tensor, want: Tensor, valid: Tensor) -> tuple[float, int]:

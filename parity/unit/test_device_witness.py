@@ -169,6 +169,31 @@ def test_many_elements_that_differ_by_one_unit_show_as_a_share(moved):
     assert verdict.numbers[0]["number"] == "elements that differ in a bit"
 
 
+def test_only_a_stored_key_that_differs_lets_typical_rows_behind_it_be_as_far_off_as_the_reference_s(moved):
+    """Half of the rows of attn.core off by 1e-3: red where every key is the same, within the limit where one is another."""
+    chunks = moved.passes["isolated", "prefill", None].passes["prefill", None].chunks
+    beside = moved.passes["device", "prefill", None].passes["prefill", None].chunks
+    core, kv = "layers.1.attn.core", "layers.1.attn.kv"
+    kept = {point: chunks[point] for point in (core, kv, "layers.1.attn.compressor", "layers.1.attn.indexer.compressor")}
+    (case,) = [c for c in device_witness.cases(moved.config, (1,), ("prefill",), 0) if c.point == core]
+    try:
+        for point in kept:
+            chunks[point] = [beside[point][0].clone()]
+        chunks[core][0].mul_(1.001)
+        moved.memo.clear()
+        same = device_witness.judge(moved, case, "id")
+        chunks[kv][0][0, 3, 5] += 1.0
+        moved.memo.clear()
+        other = device_witness.judge(moved, case, "id")
+    finally:
+        chunks.update(kept)
+        moved.memo.clear()
+    assert (same.state, same.details["stored_keys_equal"]) == (State.FAIL, True)
+    assert "typical" in same.reason
+    assert other.details["stored_keys_equal"] is False
+    assert "typical" not in other.reason
+
+
 def test_another_key_or_expert_than_the_other_device_is_red(moved):
     for name, gate in (("attn.visible", "keys"), ("attn.selected", "entries"), ("ffn.experts", "experts")):
         point = f"layers.1.{name}"
@@ -271,7 +296,10 @@ def test_every_point_but_sets_has_limits_below_the_reference_s():
     for name, row in gates.DEVICE.items():
         assert row.worst <= gates.GATES[name].isolated, name
         assert row.typical <= gates.GATES[name].typical / 5 or row.typical <= 5e-6, name
+        assert gates.typical_of_device(name, True) == row.typical
         assert row.why
+    order = [spec.name for spec in LAYER_POINTS if spec.name in gates.DEVICE]
+    assert [name for name in order if gates.typical_of_device(name, False) > gates.DEVICE[name].typical] == order[order.index("attn.indexer.score") :]
     assert gates.K_DEVICE < gates.K_ISOLATED
 
 
