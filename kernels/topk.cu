@@ -7,14 +7,16 @@
 // launch   naive: grid = ceil(T / 32), block = 32 | radix: grid = T, block = 256 | E up to 2^31 / 256
 //          stream: grid = T * parts, block = 512 or 1024 threads, parts <= 32, dynamic shared memory 4 * (2048 + 2 * (room +
 //          16 * block)) bytes, room >= k + SPARE; parts > 1: counters [T] i32, zero before the launch and after it, and
-//          lists [T, parts, 4 + 2 * capacity] i32, capacity = k + SPARE up to a multiple of 4, 16-byte aligned, any content
+//          lists [T, parts, 4 + 2 * capacity] i32, capacity = 2 k + SPARE up to a multiple of 4, 16-byte aligned, any content
 // variants 0 naive: a thread per row counts the better entries of each entry, kept as second oracle
 //          1 radix (default): four histograms of 8 bits find the k-th score, then one ordered pass writes
 //          2 stream: reads a row once. Each of `parts` blocks walks over its share, tile by tile, and keeps in shared memory,
-//            in order, what may still be among the k best: keys of at least a bound that rises. The bound is the k-th largest
-//            maximum of four of the first tile, then, whenever the buffer is full, the k-th largest key kept. The last block
-//            of a row to finish (a counter) walks over the lists of all parts in the same way, then cuts exactly. The result is
-//            the exact set whatever the bounds were, so neither the parts nor who finishes last show
+//            in order, what may still be among the k best: keys of at least a bound that rises. The bound of a long row is a
+//            guess: the key that GENEROUS * k entries would reach, were the row like four times `block` of its entries, taken
+//            evenly. That of a short row is the k-th largest maximum of four of the first tile. Whenever the buffer is full, it
+//            is the k-th largest key kept. The last block of a row to finish (a counter) walks over the lists of all parts in
+//            the same way, then cuts exactly; should fewer than k have reached the guess, it walks over the whole row without.
+//            The result is the exact set whatever the bounds were, so neither the parts nor who finishes last show
 #include "common.cuh"
 
 constexpr int THREADS = 256, BINS = 256, WARPS = THREADS / WARP;
@@ -124,6 +126,8 @@ topk_radix(const float *score, const int *position, int *selected, int E, int k,
 constexpr int QUADS = 4, HELD = 4 * QUADS;              // a thread holds four times four neighbours of a tile
 constexpr int FINE_BINS = 2048, FINE_BITS = 11;         // of a histogram over the keys' own range
 constexpr int SPARE = 512, FEW = 256, MOST_PARTS = 32;  // kept beyond k by a quick cut; keys compared one by one; a warp holds the parts
+constexpr int GENEROUS = 4, SPARSE = 2;                 // entries to reach a guessed bound, in k; of a thread, stored one by one
+constexpr int LEAST_RANK = 16;                          // of a guess among its samples: of fewer it would be chance
 constexpr int ALL = 0x7fffffff;
 
 extern __shared__ __align__(16) unsigned stream_memory[];
@@ -144,7 +148,7 @@ struct StreamShared {
   int few_count, last;
   Bin bin;
   Cut cut;
-  int start[MOST_PARTS + 1], count[MOST_PARTS];  // lists of the parts: first quad, entries
+  int start[MOST_PARTS + 1], count[MOST_PARTS], counted;  // lists of the parts: first quad, entries; entries of all
   unsigned bound;
 };
 
@@ -211,13 +215,9 @@ template <int BLOCK> struct Stream {
     return s.bin;
   }
 
-  // A bound that at least k keys of the first tile reach: the k-th largest of the maxima of its quads, k <= quads.
-  // owned: as for append; a quad counts if it has an entry.
-  __device__ __forceinline__ unsigned bound_of(const unsigned (&best)[QUADS], unsigned owned, int k) const {
-    unsigned low = ~0u, high = 0u;
-#pragma unroll
-    for (int j = 0; j < QUADS; j++)
-      if (owned >> 4 * j & 15u) low = min(low, best[j]), high = max(high, best[j]);
+  // A bound that at least `rank` of the block's keys reach, or next to no more: the rank-th largest, rounded down. Each thread
+  // brings some, and the smallest (~0: none) and the largest to be counted; at least `rank` are not below the smallest of all.
+  __device__ __forceinline__ unsigned bound_of(const unsigned (&some)[QUADS], unsigned low, unsigned high, int rank) const {
     low = __reduce_min_sync(FULL_MASK, low);
     high = __reduce_max_sync(FULL_MASK, high);
     if (lane == 0) s.lowest[warp] = low, s.highest[warp] = high;
@@ -228,9 +228,32 @@ template <int BLOCK> struct Stream {
     const int shift = max(0, WARP - __clz((int)(high - low)) - FINE_BITS);
 #pragma unroll
     for (int j = 0; j < QUADS; j++)
-      if (owned >> 4 * j & 15u) atomicAdd(&histogram[(best[j] - low) >> shift], 1);
+      if (some[j] >= low) atomicAdd(&histogram[(some[j] - low) >> shift], 1);
     __syncthreads();
-    return low + ((unsigned)find_bin(k).number << shift);
+    return low + ((unsigned)find_bin(rank).number << shift);
+  }
+
+  // Of the first tile: the k-th largest of the maxima of its quads, k <= quads. owned: as for append; a quad counts if it has an entry.
+  __device__ __forceinline__ unsigned bound_of_tile(const float (&scores)[HELD], unsigned owned, int k) const {
+    unsigned best[QUADS], low = ~0u, high = 0u;
+#pragma unroll
+    for (int j = 0; j < QUADS; j++) {
+      best[j] = 0u;
+#pragma unroll
+      for (int c = 0; c < 4; c++)
+        if (owned >> (4 * j + c) & 1u) best[j] = max(best[j], sort_key(scores[4 * j + c]));
+      if (owned >> 4 * j & 15u) low = min(low, best[j]), high = max(high, best[j]);
+    }
+    return bound_of(best, low, high, k);
+  }
+
+  // The rank-th largest of samples, four a thread, rank <= BLOCK / 4: each four threads have one that is counted.
+  __device__ __forceinline__ unsigned bound_of_samples(float4 sample, int rank) const {
+    const unsigned some[QUADS] = {sort_key(sample.x), sort_key(sample.y), sort_key(sample.z), sort_key(sample.w)};
+    unsigned best = max(max(some[0], some[1]), max(some[2], some[3]));
+    best = max(best, __shfl_xor_sync(FULL_MASK, best, 1));
+    best = max(best, __shfl_xor_sync(FULL_MASK, best, 2));
+    return bound_of(some, best, best, rank);
   }
 
   // Of `count` kept keys, at least k of them not below low: the cut that leaves the k largest, or sooner one that leaves k to
@@ -317,9 +340,10 @@ template <int BLOCK> struct Stream {
   }
 
   // Adds the tile's entries of `mask` (bit 4 j + c: entry c of this thread's j-th quad) behind the `count` kept ones.
-  // at: of each quad; what is kept of an entry is its score's key and at + c.
-  __device__ __forceinline__ int append(unsigned mask, const float (&scores)[HELD], const int (&at_quad)[QUADS], int count, int turn) const {
+  // place: of the thread's first entry; what is kept of an entry is its score's key and its place.
+  __device__ __forceinline__ int append(unsigned mask, const float (&scores)[HELD], int place, int count, int turn) const {
     unsigned counts = 0, earlier = 0, totals = 0;  // a byte per j: at most 128
+    const bool sparse = !__any_sync(FULL_MASK, __popc(mask) > SPARSE);
     if (__any_sync(FULL_MASK, mask != 0u)) {
 #pragma unroll
       for (int j = 0; j < QUADS; j++) counts |= (unsigned)__popc(mask >> 4 * j & 15u) << 8 * j;
@@ -331,7 +355,23 @@ template <int BLOCK> struct Stream {
     __syncthreads();
     int quad_start = count + before(s.tile[turn]);
     count += all(s.tile[turn]);
-    if (mask) {
+    if (sparse) {
+      const int second = (int)(totals & 0xffu), third = second + (int)(totals >> 8 & 0xffu), fourth = third + (int)(totals >> 16 & 0xffu);
+      for (unsigned rest = mask; rest != 0u; rest &= rest - 1u) {
+        const int i = __ffs((int)rest) - 1, j = i >> 2;
+        float v[HELD];  // halved until one is left: registers have no run-time index
+#pragma unroll
+        for (int n = 0; n < HELD; n++) v[n] = scores[n];
+#pragma unroll
+        for (int half = HELD / 2; half > 0; half /= 2)
+#pragma unroll
+          for (int n = 0; n < half; n++) v[n] = i & half ? v[n + half] : v[n];
+        const int start = quad_start + (j & 2 ? j & 1 ? fourth : third : j & 1 ? second : 0) + (int)(earlier >> 8 * j & 0xffu);
+        const int at = start + __popc(mask >> 4 * j & ((1u << (i & 3)) - 1u));
+        keys[at] = sort_key(v[0]);
+        entries[at] = place + 4 * j * WARP + (i & 3);
+      }
+    } else if (mask) {
 #pragma unroll
       for (int j = 0; j < QUADS; j++) {
         int at = quad_start + (int)(earlier >> 8 * j & 0xffu);
@@ -340,7 +380,7 @@ template <int BLOCK> struct Stream {
           const int i = 4 * j + c;
           if (mask >> i & 1u) {
             keys[at] = sort_key(scores[i]);
-            entries[at++] = at_quad[j] + c;
+            entries[at++] = place + 4 * j * WARP + c;
           }
         }
         quad_start += (int)(totals >> 8 * j & 0xffu);
@@ -369,40 +409,57 @@ topk_by_streams(const float *score, const int *position, int *selected, int *cou
   // Entries are counted from the 16-byte boundary at or below the row, so that whole quads are one access.
   const float *row = score + token * score_stride;
   const int lead = (int)((size_t)row >> 2 & 3u), total = lead + seen;
-  const int active = min(parts, ceil_div(total, S::TILE)), width = ceil_div(ceil_div(total, active), 4) * 4;
-  if (part >= active) return;
-  const int first = part * width, end = min(first + width, total);
+  const int asked = min(parts, ceil_div(total, S::TILE)), width = ceil_div(ceil_div(total, asked), 4) * 4;
+  if (part >= asked) return;
+  int active = asked, first = part * width, end = min(first + width, total);
   // A list: its length and a bound that k of its keys reach, then scores, then entries.
-  const int capacity = ceil_div(k + SPARE, 4) * 4, list_size = 4 + 2 * capacity;
+  const int capacity = ceil_div(2 * k + SPARE, 4) * 4, list_size = 4 + 2 * capacity;
   lists += (long long)token * parts * list_size;
 
   bool merging = false;                // the last block of the row walks over the lists of all parts
   int quads = ceil_div(end - first, 4);
-  unsigned low = 0u, accepted = 0u;    // at least k keys seen reach low, unless it is 0; keys from `accepted` on are kept
+  int rank = max(LEAST_RANK, (int)(((long long)GENEROUS * k * 4 * BLOCK + seen - 1) / seen));  // of the guess; 0: none
+  if (rank > BLOCK / 4) rank = 0;
+  unsigned low = 0u, accepted = 0u;    // at least k keys seen reach low, unless it is 0 or the guess; keys from `accepted` on are kept
   int count = 0;
   float next[HELD];
-  int next_at[QUADS];                  // place of a quad: in the row, or its scores in the lists
   unsigned next_owned = 0u;            // bit 4 j + c: entry c of quad j exists
+  auto whose_list = [&](int quad) {  // the part whose list has it
+    int whose = 0;
+#pragma unroll
+    for (int step = MOST_PARTS / 2; step > 0; step /= 2)
+      if (whose + step < active && shared.start[whose + step] <= quad) whose += step;
+    return whose;
+  };
   auto load = [&](int tile) {
+    const int begin = first + 4 * tile * S::TILE_QUADS;
+    if (!merging && begin >= lead && begin + S::TILE <= end) {  // most tiles: nothing to look at
+      next_owned = (1u << HELD) - 1u;
+      const int at = begin - lead + 4 * s.quad(0);
+#pragma unroll
+      for (int j = 0; j < QUADS; j++) {
+        const float4 v = __ldcg(reinterpret_cast<const float4 *>(row + at) + j * WARP);
+        next[4 * j] = v.x, next[4 * j + 1] = v.y, next[4 * j + 2] = v.z, next[4 * j + 3] = v.w;
+      }
+      return;
+    }
     next_owned = 0u;
+    int from_at[QUADS];  // place of a quad: in the row, or of its scores in the lists
     if (merging) {
-      int whose[QUADS] = {};  // the part whose list has the quad
+      int whose[QUADS];
 #pragma unroll
-      for (int step = MOST_PARTS / 2; step > 0; step /= 2)
-#pragma unroll
-        for (int j = 0; j < QUADS; j++)
-          if (whose[j] + step < active && shared.start[whose[j] + step] <= tile * S::TILE_QUADS + s.quad(j)) whose[j] += step;
+      for (int j = 0; j < QUADS; j++) whose[j] = whose_list(tile * S::TILE_QUADS + s.quad(j));
 #pragma unroll
       for (int j = 0; j < QUADS; j++) {
         const int q = tile * S::TILE_QUADS + s.quad(j), offset = 4 * (q - shared.start[whose[j]]);
-        next_at[j] = whose[j] * list_size + 4 + offset;
+        from_at[j] = whose[j] * list_size + 4 + offset;
         if (q < quads) next_owned |= ((1u << min(4, shared.count[whose[j]] - offset)) - 1u) << 4 * j;
       }
     } else {
 #pragma unroll
       for (int j = 0; j < QUADS; j++) {
         const int at = first + 4 * (tile * S::TILE_QUADS + s.quad(j));
-        next_at[j] = at - lead;
+        from_at[j] = at - lead;
         if (at >= lead && at + 4 <= end) next_owned |= 15u << 4 * j;
         else
 #pragma unroll
@@ -412,7 +469,7 @@ topk_by_streams(const float *score, const int *position, int *selected, int *cou
     const float *source = merging ? reinterpret_cast<const float *>(lists) : row;
 #pragma unroll
     for (int j = 0; j < QUADS; j++) {
-      const float *from = source + next_at[j];
+      const float *from = source + from_at[j];
       const unsigned owned = next_owned >> 4 * j & 15u;
       float4 v = {0.f, 0.f, 0.f, 0.f};
       if (owned == 15u) v = __ldcg(reinterpret_cast<const float4 *>(from));
@@ -431,25 +488,19 @@ topk_by_streams(const float *score, const int *position, int *selected, int *cou
     const int tiles = ceil_div(quads, S::TILE_QUADS);
     for (int tile = -1; tile < tiles; tile++) {
       float now[HELD];
-      int at[QUADS];
       const unsigned owned = next_owned;
 #pragma unroll
       for (int i = 0; i < HELD; i++) now[i] = next[i];
-#pragma unroll
-      for (int j = 0; j < QUADS; j++) at[j] = next_at[j];
-      if (tile + 1 < tiles) load(tile + 1);
-      if (tile < 0) continue;
-      if (tile == 0 && min(quads, S::TILE_QUADS) >= k) {
-        unsigned best[QUADS];
-#pragma unroll
-        for (int j = 0; j < QUADS; j++) {
-          best[j] = 0u;
-#pragma unroll
-          for (int c = 0; c < 4; c++)
-            if (owned >> (4 * j + c) & 1u) best[j] = max(best[j], sort_key(now[4 * j + c]));
-        }
-        low = accepted = max(low, s.bound_of(best, owned, k));
+      const bool guesses = tile < 0 && rank && !merging;
+      float4 sample = {0.f, 0.f, 0.f, 0.f};
+      if (guesses) {  // whole quads: neither the first nor the last. Asked for before the first tile
+        const int sampled = 1 + (int)((long long)tid * (total / 4 - 1) / BLOCK);
+        sample = __ldcg(reinterpret_cast<const float4 *>(row - lead + 4 * sampled));
       }
+      if (tile + 1 < tiles) load(tile + 1);
+      if (guesses) low = accepted = s.bound_of_samples(sample, rank);
+      if (tile < 0) continue;
+      if (tile == 0 && !rank && min(quads, S::TILE_QUADS) >= k) low = accepted = max(low, s.bound_of_tile(now, owned, k));
       const float bound = score_of(accepted);
       unsigned mask = 0u;
       if (bound == bound) {  // a score is one comparison; a NaN passes, and a cut decides by its key
@@ -459,9 +510,11 @@ topk_by_streams(const float *score, const int *position, int *selected, int *cou
 #pragma unroll
         for (int i = 0; i < HELD; i++) mask |= (unsigned)(sort_key(now[i]) >= accepted) << i;
       }
-      count = s.append(mask & owned, now, at, count, tile & 1);
+      // places are counted from the row, or along all lists in whole quads
+      const int place = (merging ? 0 : first - lead) + 4 * (tile * S::TILE_QUADS + s.quad(0));
+      count = s.append(mask & owned, now, place, count, tile & 1);
       const bool ends = tile + 1 == tiles;
-      if (count > (!ends ? room : delivers ? capacity : 0)) {
+      if (count > (!ends ? room : delivers ? capacity : k - 1)) {
         const Cut cut = s.select(count, k, ends && !delivers ? k : k + SPARE, low);
         count = s.keep(count, cut);
         low = cut.low;
@@ -469,7 +522,12 @@ topk_by_streams(const float *score, const int *position, int *selected, int *cou
       }
     }
     __syncthreads();
-    if (!delivers) break;
+    if (!delivers) {
+      if (count >= k) break;
+      rank = 0, count = 0;  // too few reached the guess
+      low = accepted = 0u;
+      continue;
+    }
 
     int *list = lists + part * list_size;
     if (tid == 0) list[0] = count, list[1] = (int)low;
@@ -491,15 +549,29 @@ topk_by_streams(const float *score, const int *position, int *selected, int *cou
       const unsigned its_low = s.lane < active ? (unsigned)__ldcg(its_list + 1) : 0u, highest = __reduce_max_sync(FULL_MASK, its_low);
       shared.count[s.lane] = its_count;
       shared.start[s.lane + 1] = inclusive;
-      if (s.lane == 0) shared.start[0] = 0, shared.bound = highest;
+      const int counted = __reduce_add_sync(FULL_MASK, its_count);
+      if (s.lane == 0) shared.start[0] = 0, shared.bound = highest, shared.counted = counted;
     }
     __syncthreads();
-    merging = true;
-    quads = shared.start[active];
-    low = accepted = shared.bound;  // of one part, so it holds for the row
     count = 0;
+    merging = shared.counted >= k;
+    if (merging) {
+      quads = shared.start[active];
+      low = accepted = shared.bound;  // of one part, so it holds for the row
+    } else {  // too few reached the guess
+      active = 1, first = 0, end = total, quads = ceil_div(total, 4);
+      rank = 0;
+      low = accepted = 0u;
+    }
   }
-  for (int i = tid; i < k; i += BLOCK) out[i] = merging ? __ldcg(lists + capacity + s.entries[i]) : s.entries[i];
+  for (int i = tid; i < k; i += BLOCK) {
+    int entry = s.entries[i];
+    if (merging) {
+      const int whose = whose_list(entry / 4);
+      entry = __ldcg(lists + whose * list_size + 4 + capacity + entry - 4 * shared.start[whose]);
+    }
+    out[i] = entry;
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(512, 2)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from production import ops
 from production.launch import KernelError
+from production.ops.topk import list_numbers
 from reference import formats
 from reference import ops as ref
 from reference.ops import Sums
@@ -490,7 +491,7 @@ def test_topk_of_rows_in_parts(threads, parts, kind, device, hostile, judge):
         score = scores_of(kind, len(position), E)
         score[torch.arange(E) >= seen[:, None]] = NAN
         rows = hostile.strided(score)
-        counters, scratch = torch.zeros(len(counts), dtype=I32, device=rows.device), hostile.poisoned((len(counts) * parts * (4 + 2 * (k + 512)),), I32).fill_(0x7F000000)
+        counters, scratch = torch.zeros(len(counts), dtype=I32, device=rows.device), hostile.poisoned((len(counts) * parts * list_numbers(k),), I32).fill_(0x7F000000)
         selected = hostile.poisoned((2, len(counts), k), I32).fill_(-7)
         for call in selected:
             ops.topk(device, rows, hostile.packed(position), call, ratio, "stream" if threads == 512 else "stream_1024", counters, scratch, parts)
@@ -510,7 +511,7 @@ def test_topk_takes_nan_as_the_largest(variant, device, hostile, judge):
     score = torch.randn(3, E, generator=generator(36))
     score[0, ::5], score[1], score[2, 8000:8600] = NAN, NAN, NAN
     selected = hostile.poisoned((3, k), I32)
-    counters, scratch = torch.zeros(3, dtype=I32, device=selected.device), hostile.poisoned((3 * 2 * (4 + 2 * (k + 512)),), I32)
+    counters, scratch = torch.zeros(3, dtype=I32, device=selected.device), hostile.poisoned((3 * 2 * list_numbers(k),), I32)
     ops.topk(device, hostile.strided(score), hostile.packed(ints([4 * E - 1] * 3)), selected, 4, variant, counters, scratch, 2)
     judge("topk", f"{variant}: NaN", selected, exact=True, reference=lambda: torch.stack([row.sort(descending=True, stable=True).indices[:k].sort().values for row in score]).to(I32))
 

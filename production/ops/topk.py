@@ -30,13 +30,14 @@ def topk_parts(T: int, E: int, threads: int = 512) -> int:
     return max(1, min(MOST_PARTS, _ceil(E, HELD * threads), BLOCKS * 512 // threads // max(T, 1)))
 
 
-def _list_numbers(k: int) -> int:
-    return 4 + 2 * 4 * _ceil(k + SPARE, 4)
+def list_numbers(k: int) -> int:
+    """i32 numbers of scratch that each part of a row needs."""
+    return 4 + 2 * 4 * _ceil(2 * k + SPARE, 4)
 
 
 def topk_scratch(k: int, E: int) -> int:
     """i32 numbers that any number of rows of up to E entries may need with `topk_parts`; 0: one block a row is always enough."""
-    return 0 if topk_parts(1, E) == 1 else max(T * topk_parts(T, E) for T in range(1, BLOCKS // 2 + 1)) * _list_numbers(k)
+    return 0 if topk_parts(1, E) == 1 else max(T * topk_parts(T, E) for T in range(1, BLOCKS // 2 + 1)) * list_numbers(k)
 
 
 def topk(
@@ -69,7 +70,7 @@ def topk(
         _need(shared <= 227 * 1024 - 4096, "topk", f"{which}: k = {k} needs {shared} bytes of shared memory; use radix")
         _need(1 <= parts <= MOST_PARTS, "topk", f"{which}: {parts} parts, expected 1 to {MOST_PARTS}")
         if parts > 1:
-            held, needed = (0 if t is None else t.numel() for t in (counters, scratch)), (T, T * parts * _list_numbers(k))
+            held, needed = (0 if t is None else t.numel() for t in (counters, scratch)), (T, T * parts * list_numbers(k))
             for name, tensor, has, needs in zip(("counters", "scratch"), (counters, scratch), held, needed, strict=True):
                 _need(has >= needs, "topk", f"{which}: {name} has {has} numbers, {T} rows in {parts} parts need {needs}")
                 _packed("topk", **{name: tensor})
