@@ -36,8 +36,10 @@ constexpr int AT_Q = 0, AT_KV = TILE_BYTES, AT_P = 3 * TILE_BYTES, AT_BARRIERS =
 constexpr int AT_SEEN = AT_BARRIERS + 128;        // [stage] 64 bits: which keys of the tile there are
 constexpr int AT_STATE = AT_SEEN + 16;            // [owner][head] float2: running maximum, factor for older sums
 constexpr int AT_SUMS = AT_STATE + 2 * HEADS * 8;  // [item % 2][warpgroup][head] floats
-constexpr int SHARED_BYTES = AT_SUMS + 4 * HEADS * 4;
+constexpr int AT_WORK = AT_SUMS + 4 * HEADS * 4;   // [item % 2] int2: number of an item, pairs of its tiles; 0 pairs: no more
+constexpr int SHARED_BYTES = AT_WORK + 16;
 static_assert(SHARED_BYTES <= 227 * 1024, "shared memory of a block");
+static_assert(WARP_KEYS == 16, "masks of 16 keys a warp");
 
 enum Barriers { FULL = 0, FREE = 4, P_READY = 8, LARGEST_READY = 10, Q_FULL, Q_FREE, SUMS_READY, BARRIERS };
 static_assert(BARRIERS * 8 <= 128, "room for barriers");
@@ -62,23 +64,25 @@ struct Call {
 
 // One piece of work: a token and up to 64 heads.
 struct Item {
-  int token, head0, heads, p;
+  int token, head0, heads;
 };
 
 __device__ __forceinline__ int head_blocks(const Call &call) { return ceil_div(call.heads, HEADS); }
 
 __device__ __forceinline__ Item item_of(const Call &call, int number) {
   const int blocks = head_blocks(call), token = number / blocks, head0 = number % blocks * HEADS;
-  return {token, head0, min(HEADS, call.heads - head0), call.position[token]};
+  return {token, head0, min(HEADS, call.heads - head0)};
 }
 
-__device__ __forceinline__ Keys keys_of_item(const Call &call, const Item &item) {
-  return keys_of(item.p, call.row[item.token], max(0, item.p - call.window + 1), call.ring, call.ring_position, call.entries,
-                 call.selected ? call.selected + item.token * call.selected_stride : nullptr,
-                 call.visible ? call.visible + item.token * call.visible_stride : nullptr, call.slots, call.window,
+__device__ __forceinline__ Keys keys_of_token(const Call &call, int token, int p) {
+  return keys_of(p, call.row[token], max(0, p - call.window + 1), call.ring, call.ring_position, call.entries,
+                 call.selected ? call.selected + token * call.selected_stride : nullptr,
+                 call.visible ? call.visible + token * call.visible_stride : nullptr, call.slots, call.window,
                  call.listed, call.capacity, call.ratio, call.ring_row_stride, call.ring_slot_stride,
                  call.ring_position_stride, call.entries_row_stride, call.entry_stride);
 }
+
+__device__ __forceinline__ volatile int2 *work_of(int items) { return reinterpret_cast<volatile int2 *>(smem + AT_WORK) + (items & 1); }
 
 __device__ __forceinline__ Mbarrier *barrier(int number) { return reinterpret_cast<Mbarrier *>(smem + AT_BARRIERS) + number; }
 
@@ -105,9 +109,6 @@ template <int SIDE> __device__ __forceinline__ void load_half(Half &half, const 
     half.raw[HALF - 1] = load_8_bytes(entry + D - R + sub * 16);
     half.raw[HALF] = load_8_bytes(entry + D - R + sub * 16 + 8);
   }
-}
-__device__ __forceinline__ void load_scales(uint2 &scales, const unsigned char *entry) {
-  if (entry) scales = load_8_bytes(entry + D + R);
 }
 
 // The scale of a block as two bf16. Plain: not at the ends of the range.
@@ -146,23 +147,29 @@ __device__ __forceinline__ void decode_half(const Half &half, const uint2 &scale
 
 // Decodes what load_half loaded, zeros without a key; `to` is the chunk's place in the first of the four panels. Whole warps.
 template <int SIDE>
-__device__ __forceinline__ void store_half(const Half &half, const uint2 &scales, bool is_key, unsigned char *to) {
-  if (__all_sync(FULL_MASK, is_key && all_plain(scales))) {
+__device__ __forceinline__ void store_half(const Half &half, const uint2 &scales, bool plain_warp, bool is_key, unsigned char *to) {
+  if (plain_warp) {
     decode_half<SIDE, true>(half, scales, to);
     return;
   }
   Half kept;
 #pragma unroll
   for (int i = 0; i < HALF + SIDE; i++) kept.raw[i] = is_key ? half.raw[i] : make_uint2(0u, 0u);
-  decode_half<SIDE, false>(kept, is_key ? scales : make_uint2(0u, 0u), to);
+  decode_half<SIDE, false>(kept, scales, to);
 }
 
-// Where key i of the token lies, null: nowhere; e is what entry_at said. From lane to lane of a warp.
-__device__ __forceinline__ const unsigned char *key_bytes(const Keys &keys, int i, int e) {
-  return i < keys.total ? find_key(keys, i, e).bytes : nullptr;
+// Where a key lies, in 32 bits: 8-byte words from the ring's or the entries' first byte. From lane to lane by one shuffle.
+constexpr unsigned NOWHERE = ~0u, IN_ENTRIES = 1u << 31;
+
+__device__ __forceinline__ unsigned place_of_key(const Keys &keys, int i, int e) {
+  if (i >= keys.total) return NOWHERE;
+  const unsigned char *bytes = find_key(keys, i, e).bytes;
+  if (!bytes) return NOWHERE;
+  return i < keys.in_window ? (unsigned)((bytes - keys.ring) / 8) : (unsigned)((bytes - keys.entries) / 8) | IN_ENTRIES;
 }
-__device__ __forceinline__ const unsigned char *of_lane(const unsigned char *p, int lane) {
-  return reinterpret_cast<const unsigned char *>(__shfl_sync(FULL_MASK, reinterpret_cast<unsigned long long>(p), lane));
+
+__device__ __forceinline__ const unsigned char *bytes_at(const Keys &keys, unsigned place) {
+  return place == NOWHERE ? nullptr : (place & IN_ENTRIES ? keys.entries : keys.ring) + (size_t)(place & ~IN_ENTRIES) * 8;
 }
 
 // Eight bf16 at any alignment.
@@ -196,22 +203,24 @@ __device__ __forceinline__ void start_queries(const Call &call, const Item &item
   cp_async_commit();
 }
 
-// What a loading thread has of one stage: its keys, as places in memory and scales.
+// What a loading lane knows of the tile of one stage: the key that it has found, and which of the warp's keys ..
 struct Stage {
-  const unsigned char *entries[SLOTS];
-  uint2 scales[SLOTS];
-  unsigned seen;  // bit i: key i of the warp is one
+  unsigned place;
+  uint2 scales;
+  unsigned seen, plain;  // .. there are, bit i: key i; .. have plain scales, too
 };
 
 // A warp has KEYS / PRODUCER_WARPS keys of a tile: lane i finds key i, lanes 8 g + sub decode keys 4 k + g.
 __device__ __forceinline__ void load(const Call &call) {
   const int thread = threadIdx.x - 2 * WARPGROUP, warp = thread / WARP, lane = thread % WARP, sub = lane % 8;
-  const int first_key = warp * WARP_KEYS, own_key = first_key + lane % WARP_KEYS, first_row = first_key + lane / 8;
+  const int own_key = warp * WARP_KEYS + lane % WARP_KEYS;
+  const int first_chunk = swizzle_128(warp * WARP_KEYS + lane / 8, sub);  // of slot 0; slot k: 4 k rows further
   int uses = 0, items = 0;  // of both stages, queries
   for (int number = blockIdx.x; number < call.tokens * head_blocks(call); number += gridDim.x) {
     const Item item = item_of(call, number);
-    if (item.p < 0) continue;
-    const Keys keys = keys_of_item(call, item);
+    const int p = call.position[item.token];
+    if (p < 0) continue;
+    const Keys keys = keys_of_token(call, item.token, p);
     if (keys.visible && item.head0 == 0) {
 #pragma unroll 1
       for (int i = thread; i < keys.total; i += PRODUCER_WARPS * WARP) {
@@ -222,20 +231,17 @@ __device__ __forceinline__ void load(const Call &call) {
     }
     const auto listed = [&](int i) { return i >= keys.in_window && i < keys.total ? entry_at(keys, i) : -1; };
     const auto find = [&](Stage &stage, int i, int e) {
-      const unsigned char *mine = key_bytes(keys, i, e);
-      stage.seen = __ballot_sync(FULL_MASK, mine != nullptr);
-#pragma unroll
-      for (int k = 0; k < SLOTS; k++) stage.entries[k] = of_lane(mine, 4 * k + lane / 8);
+      stage.place = place_of_key(keys, i, e);
+      stage.seen = __ballot_sync(FULL_MASK, stage.place != NOWHERE);
+      stage.scales = stage.place != NOWHERE ? load_8_bytes(bytes_at(keys, stage.place) + D + R) : make_uint2(0u, 0u);
     };
+    const auto of_slot = [&](const Stage &stage, int k) { return bytes_at(keys, __shfl_sync(FULL_MASK, stage.place, 4 * k + lane / 8)); };
     Stage even, odd;
     Half halves[SLOTS];
     int next = listed(own_key);  // entry of the key that is looked for next
     find(even, own_key, next);
 #pragma unroll
-    for (int k = 0; k < SLOTS; k++) {
-      load_half<0>(halves[k], even.entries[k], sub);
-      load_scales(even.scales[k], even.entries[k]);
-    }
+    for (int k = 0; k < SLOTS; k++) load_half<0>(halves[k], of_slot(even, k), sub);
     next = listed(own_key + KEYS);
     mbarrier_wait(barrier(Q_FREE), items & 1 ^ 1);
     start_queries(call, item, thread);
@@ -246,11 +252,15 @@ __device__ __forceinline__ void load(const Call &call) {
       constexpr int SIDE = decltype(side)::value;
       mbarrier_wait(barrier(FREE + 2 * number_of_stage + SIDE), uses & 1 ^ 1);
       unsigned char *to = smem + AT_KV + number_of_stage * TILE_BYTES + SIDE * HALF * PANEL_BYTES;
-      if (SIDE == number_of_stage && lane == 0)  // the first of the stage's halves
-        reinterpret_cast<unsigned short *>(smem + AT_SEEN)[number_of_stage * 4 + warp] = (unsigned short)stage.seen;
+      if (SIDE == number_of_stage) {  // the first of the stage's halves
+        if (lane == 0) reinterpret_cast<unsigned short *>(smem + AT_SEEN)[number_of_stage * 4 + warp] = (unsigned short)stage.seen;
+        stage.plain = __ballot_sync(FULL_MASK, all_plain(stage.scales));
+      }
 #pragma unroll
       for (int k = 0; k < SLOTS; k++) {
-        store_half<SIDE>(halves[k], stage.scales[k], stage.seen >> (4 * k + lane / 8) & 1, to + swizzle_128(first_row + 4 * k, sub));
+        const int key = 4 * k + lane / 8;
+        const uint2 scales = make_uint2(__shfl_sync(FULL_MASK, stage.scales.x, key), __shfl_sync(FULL_MASK, stage.scales.y, key));
+        store_half<SIDE>(halves[k], scales, (stage.plain >> 4 * k & 15u) == 15u, stage.seen >> key & 1, to + (first_chunk ^ k % 2 * 64) + k * 4 * SWIZZLE_ROW_BYTES);
         load_next(k);
       }
       fence_proxy_async();
@@ -259,26 +269,24 @@ __device__ __forceinline__ void load(const Call &call) {
     for (int begin = 0; begin < keys.total; begin += 2 * KEYS, uses++) {
       const int after = begin + 2 * KEYS + own_key;  // the own key of the next even tile
       find(odd, begin + KEYS + own_key, next);
-      fill(Side<0>(), 0, even, [&](int k) {
-        load_half<1>(halves[k], odd.entries[k], sub);
-        load_scales(odd.scales[k], odd.entries[k]);
-      });
+      fill(Side<0>(), 0, even, [&](int k) { load_half<1>(halves[k], of_slot(odd, k), sub); });
       if (begin == 0) {
+        if (thread == 0) work_of(items - 1)->x = number, work_of(items - 1)->y = ceil_div(keys.total, 2 * KEYS);
         cp_async_wait<0>();
         fence_proxy_async();
         mbarrier_arrive_warp(barrier(Q_FULL));
       }
       next = listed(after);
-      fill(Side<1>(), 1, odd, [&](int k) { load_half<1>(halves[k], even.entries[k], sub); });
-      fill(Side<1>(), 0, even, [&](int k) { load_half<0>(halves[k], odd.entries[k], sub); });
+      fill(Side<1>(), 1, odd, [&](int k) { load_half<1>(halves[k], of_slot(even, k), sub); });
+      fill(Side<1>(), 0, even, [&](int k) { load_half<0>(halves[k], of_slot(odd, k), sub); });
       find(even, after, next);
       next = listed(after + KEYS);
-      fill(Side<0>(), 1, odd, [&](int k) {
-        load_half<0>(halves[k], even.entries[k], sub);
-        load_scales(even.scales[k], even.entries[k]);
-      });
+      fill(Side<0>(), 1, odd, [&](int k) { load_half<0>(halves[k], of_slot(even, k), sub); });
     }
   }
+  mbarrier_wait(barrier(Q_FREE), items & 1 ^ 1);
+  if (thread == 0) work_of(items)->y = 0;
+  mbarrier_arrive_warp(barrier(Q_FULL));
 }
 
 // ---- multiplying ----
@@ -491,14 +499,13 @@ template <int PARTS, int SIDE> __device__ __forceinline__ void multiply(const Ca
   float o[128], s[32];
   unsigned p[PARTS][4][4];
   int uses = 0, items = 0;  // of both stages, queries
-  for (int number = blockIdx.x; number < call.tokens * head_blocks(call); number += gridDim.x) {
-    const Item item = item_of(call, number);
-    if (item.p < 0) continue;
-    const int pairs = ceil_div(keys_of_item(call, item).total, 2 * KEYS);
+  while (true) {
+    mbarrier_wait(barrier(Q_FULL), items & 1);
+    const int pairs = work_of(items)->y;
+    if (!pairs) return;
     Running run = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
 #pragma unroll
     for (int i = 0; i < 128; i++) o[i] = 0.f;
-    mbarrier_wait(barrier(Q_FULL), items & 1);
     for (int pair = 0; pair < pairs; pair++, uses++) {
       float own[2], other[2];  // factors
       start_scores(s, SIDE, uses);
@@ -543,7 +550,7 @@ template <int PARTS, int SIDE> __device__ __forceinline__ void multiply(const Ca
         mbarrier_arrive_warp(barrier(FREE + 1));
       }
     }
-    finish(call, item, o, run, SIDE, items, row, t);
+    finish(call, item_of(call, work_of(items)->x), o, run, SIDE, items, row, t);
     items++;
   }
 }

@@ -39,7 +39,7 @@ FLASH_TILE_US, FLASH_BLOCK_US, SMS = {64: 3.6, 32: 2.0, 16: 1.3}, 2.5, 132  # on
 
 # sparse_attn_wgmma.cu: parts of p by variant, heads of a block, bytes of shared memory
 WGMMA = {"wgmma": 2, "wgmma_p_bf16": 1}
-WGMMA_DIM, WGMMA_ROTARY, WGMMA_HEADS, WGMMA_SHARED = 512, 64, 64, 231_568
+WGMMA_DIM, WGMMA_ROTARY, WGMMA_HEADS, WGMMA_SHARED = 512, 64, 64, 231_584
 
 
 def splits_for(max_keys: int, variant: str | None = None) -> int:
