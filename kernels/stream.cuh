@@ -331,3 +331,48 @@ __device__ __forceinline__ void stream_product(const W &w, const __nv_bfloat16 *
       if (n < N && has_token) store(lane / 4, n, acc[r][i]);
     }
 }
+
+// ---- the routed experts: a slot is one (token, choice) ----
+
+// Slots of this block's expert, from this block's on: list[0..]. Returns how many, 0 where another block takes this slot.
+__device__ __forceinline__ int slots_together(const int *experts, int S, int slot, int (&list)[STREAM_TOKENS]) {
+  __shared__ int found;
+  const int expert = experts[slot], lane = threadIdx.x;
+  if (lane < WARP) {
+    int before = 0, count = 0;  // slots of this expert before this one, and from this one on
+    for (int first = 0; first < S; first += WARP) {
+      const int other = first + lane;
+      const bool same = other < S && experts[other] == expert;
+      const unsigned mask = __ballot_sync(FULL_MASK, same);
+      const int up_to_here = slot - first;  // lanes below are slots before this one
+      const unsigned earlier = up_to_here <= 0 ? 0u : up_to_here >= WARP ? mask : mask & ((1u << up_to_here) - 1u);
+      before += __popc(earlier);
+      const unsigned later = mask & ~earlier;
+      const int rank = count + __popc(later & ((1u << lane) - 1u));
+      if ((later >> lane & 1u) && rank < STREAM_TOKENS) list[rank] = other;
+      count += __popc(later);
+    }
+    if (lane == 0) found = before % STREAM_TOKENS ? 0 : min(count, STREAM_TOKENS);
+  }
+  __syncthreads();
+  return found;
+}
+
+// y of the slots of one expert, from `slot` on, in the rows of w that `block` has. All threads of the block call.
+template <int R, int U>
+__device__ __forceinline__ void experts_product(const __nv_bfloat16 *x, const int *experts, const unsigned char *w,
+                                                const unsigned char *w_scale, __nv_bfloat16 *y, int slot, int block, int S,
+                                                int slots_per_row, int N, int K, long long x_stride, int slices) {
+  __shared__ int list[STREAM_TOKENS];
+  const int expert = experts[slot];
+  if (expert < 0) return;  // the whole block leaves
+  const int count = slots_together(experts, S, slot, list);
+  if (count == 0) return;  // likewise
+  const unsigned char *codes = w + (size_t)expert * N * (K / 2), *scale = w_scale + (size_t)expert * N * (K / 32);
+  const bool whole = aligned_16(x, 2 * x_stride) && aligned_16(codes, K / 2) && K % (4 * Fp4Stream::RUN) == 0;
+  const int token = threadIdx.x % WARP / 4;
+  stream_product<Fp4Stream, R, U>(
+      Fp4Stream{codes, scale, K}, x + list[token < count ? token : 0] / slots_per_row * x_stride, token < count, whole,
+      stream_first_row<R>(block, slices), N, K, slices,
+      [&](int token, int n, float sum) { y[(size_t)list[token] * N + n] = to_bf16(sum); });
+}

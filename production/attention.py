@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from production import ops
-from production.cache import LayerCache
+from production.cache import CompressorState, LayerCache
 from production.launch import Device
+from production.ops import at_once
 from production.weights import AttentionWeights, CompressorWeights, IndexerWeights, Linear8, inv_freq
 from production.workspace import PoolBuffers, Step
 from reference.config import InputError, ModelConfig
@@ -53,6 +54,17 @@ class _Compressor:
             )  # fmt: skip
         ops.rms_norm(dev, buf.pooled.flatten(0, 1), w.norm, buf.rows.flatten(0, 1), self.config.rms_norm_eps)
 
+    def products(self, buf: PoolBuffers) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """The two projections with their outputs [T, c*d'], for a launch that has others too."""
+        return (self.weights.wkv, buf.kv.flatten(0, 1)), (self.weights.wgate, buf.gate.flatten(0, 1))
+
+    def step(self, buf: PoolBuffers, state: CompressorState, cache: Tensor | tuple[Tensor, Tensor]) -> at_once.Pooling:
+        """What follows the projections of one token a row, for such a launch."""
+        return at_once.Pooling(
+            buf.kv, buf.gate, self.weights.ape, state.kv, state.gate, self.weights.norm, buf.pooled, buf.rows, buf.entry, buf.entry_position,
+            self.ratio, cache,
+        )  # fmt: skip
+
 
 class MainCompressor(_Compressor):
     """Compressed entries of a layer: pooled, normed, rotated at entry * ratio, stored e4m3 | bf16 rotary dims."""
@@ -64,6 +76,11 @@ class MainCompressor(_Compressor):
         self.pool(x, buf, cache.state.kv, cache.state.gate, step)
         ops.rope(self.dev, buf.rows.flatten(0, 1)[:, None], buf.entry_position.flatten(), self.freq)
         ops.store_entries(self.dev, buf.rows, buf.entry, cache.entries)
+
+    def pooling(self, buf: PoolBuffers, cache: LayerCache) -> at_once.Pooling:
+        assert cache.entries is not None
+        assert cache.state is not None
+        return self.step(buf, cache.state, cache.entries)
 
 
 class IndexerKeyCompressor(_Compressor):
@@ -78,6 +95,12 @@ class IndexerKeyCompressor(_Compressor):
         ops.rope(self.dev, keys.rows.flatten(0, 1)[:, None], keys.entry_position.flatten(), self.freq)
         ops.store_index_keys(self.dev, keys.rows, keys.entry, cache.keys, cache.scales)
 
+    def pooling(self, buf: PoolBuffers, cache: LayerCache) -> at_once.Pooling:
+        assert cache.keys is not None
+        assert cache.scales is not None
+        assert cache.index_state is not None
+        return self.step(buf, cache.index_state, (cache.keys, cache.scales))
+
 
 class Indexer:
     """Lightning indexer of a CSA layer: scores every complete entry, keeps the best index_topk.
@@ -89,6 +112,7 @@ class Indexer:
         self.dev, self.config, self.weights, self.freq = dev, config, weights, freq
         self.compressor = IndexerKeyCompressor(dev, config, weights.compressor, 4, freq)
         self.key_width = weights.compressor.norm.shape[0]
+        self.weight_scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
 
     def check_widths(self, cache: LayerCache, pool: PoolBuffers) -> None:
         """Buffers of a new state hold keys of `key_width`. Raises InputError."""
@@ -114,6 +138,13 @@ class Indexer:
         )  # fmt: skip
         step.emit("attn.indexer.weights", buf.index_weights)
         self.compressor(x, cache, step)
+        return self.choose(cache, step)
+
+    def choose(self, cache: LayerCache, step: Step) -> Tensor:
+        """Scores of every complete entry, and the best of them."""
+        dev, buf = self.dev, step.call.flat
+        assert cache.keys is not None
+        assert cache.scales is not None
         score = step.call.score(max(1, step.entries))  # [T, E]
         ops.indexer_score(
             dev, buf.index_q, buf.index_weights, cache.keys, cache.scales, buf.position, buf.row, score, ratio=4,
@@ -141,6 +172,23 @@ class Attention:
     def __call__(self, x: Tensor, state: State, step: Step) -> Tensor:
         """x [T, D] bf16, normed -> y [T, D] bf16; the layer's cache takes the tokens."""
         dev, c, w, buf = self.dev, self.config, self.weights, step.call.flat
+        cache, quant = state.cache.layers[self.layer], "rows" if step.variants.at_once else None
+        selected = (self.at_once if step.variants.at_once else self.one_by_one)(x, state, step)
+
+        self.core(cache, selected, state, step)
+        step.emit("attn.core", buf.o)
+        ops.rope(dev, buf.o, buf.position, self.freq, inverse=True)  # V carries the rotation
+        step.emit("attn.o", buf.o)
+        linear_fp8(dev, buf.o.flatten(1), w.wo_a, buf.wo_a, step, groups=c.o_groups)
+        step.emit("attn.wo_a", buf.wo_a)
+        ops.act_quant(dev, buf.wo_a, buf.wo_a_q, variant=quant)
+        linear_fp8(dev, buf.wo_a_q, w.wo_b, buf.y, step)
+        step.emit("attn.out", buf.y)
+        return buf.y
+
+    def one_by_one(self, x: Tensor, state: State, step: Step) -> Tensor | None:
+        """buf.q and what the layer's cache keeps of the tokens -> the entries that attention reads, None: all. A launch an operation."""
+        dev, c, w, buf = self.dev, self.config, self.weights, step.call.flat
         layer, cache = self.layer, state.cache.layers[self.layer]
         eps = c.rms_norm_eps
         ops.act_quant(dev, x, buf.x_q)
@@ -167,17 +215,59 @@ class Attention:
             selected = self.indexer(x, buf.qr_q, cache, step)
             step.show("attn.indexer.compressor", lambda: state.cache.read_index_keys(layer, step.completed(self.ratio)))
             selected = step.choices.get(f"{step.at}.attn.selected", selected)
+        return selected
 
-        self.core(cache, selected, state, step)
-        step.emit("attn.core", buf.o)
-        ops.rope(dev, buf.o, buf.position, self.freq, inverse=True)  # V carries the rotation
-        step.emit("attn.o", buf.o)
-        linear_fp8(dev, buf.o.flatten(1), w.wo_a, buf.wo_a, step, groups=c.o_groups)
-        step.emit("attn.wo_a", buf.wo_a)
-        ops.act_quant(dev, buf.wo_a, buf.wo_a_q)
-        linear_fp8(dev, buf.wo_a_q, w.wo_b, buf.y, step)
-        step.emit("attn.out", buf.y)
-        return buf.y
+    def at_once(self, x: Tensor, state: State, step: Step) -> Tensor | None:
+        """The same with the same bits and points: what reads the same rows shares a launch, and what follows it."""
+        dev, c, w, buf, layer = self.dev, self.config, self.weights, step.call.flat, self.layer
+        cache, main, indexer = state.cache.layers[layer], self.compressor, self.indexer
+        pools = step.call.pool
+        at_once.quant_rows(dev, x, buf.x_q)
+        wq_a, wkv, wq_b = ((m.weight, m.scale) for m in (w.wq_a, w.wkv, w.wq_b))
+        poolings: list[at_once.Pooling] = []
+        if step.decode:
+            if main is not None:
+                poolings.append(main.pooling(pools[f"compressor.{self.ratio}"], cache))
+            if indexer is not None:
+                poolings.append(indexer.compressor.pooling(pools["indexer.compressor"], cache))
+            at_once.project_hidden(
+                dev, x, buf.x_q, (wq_a, buf.qr_raw), (wkv, buf.kv_raw), None if main is None else main.products(pools[f"compressor.{self.ratio}"]),
+                None if indexer is None else indexer.compressor.products(pools["indexer.compressor"]),
+                None if indexer is None else (indexer.weights.weights_proj, buf.index_weights, indexer.weight_scale),
+            )  # fmt: skip
+        else:
+            linear_fp8(dev, buf.x_q, w.wq_a, buf.qr_raw, step)
+            linear_fp8(dev, buf.x_q, w.wkv, buf.kv_raw, step)
+        at_once.latents(
+            dev, buf.qr_raw, w.q_norm, buf.qr, buf.qr_q, buf.kv_raw, w.kv_norm, buf.kv, buf.position, buf.row, cache.ring, cache.ring_position,
+            self.freq, c.rms_norm_eps, step.start, step.count, *poolings,
+        )  # fmt: skip
+        if step.decode:
+            index = None if indexer is None else ((indexer.weights.wq_b.weight, indexer.weights.wq_b.scale), buf.index_q_raw.flatten(1))
+            at_once.project_latents(dev, buf.qr_q, (wq_b, buf.q_raw.flatten(1)), index)
+        else:
+            linear_fp8(dev, buf.qr_q, w.wq_b, buf.q_raw.flatten(1), step)
+            if main is not None:
+                main(x, cache, step)
+            if indexer is not None:
+                linear_fp8(dev, buf.qr_q, indexer.weights.wq_b, buf.index_q_raw.flatten(1), step)
+                ops.linear_bf16(dev, x, indexer.weights.weights_proj, buf.index_weights, scale=indexer.weight_scale, round_bf16=True, variant=step.variants.linear)
+                indexer.compressor(x, cache, step)
+        raw, index_q = (None, None) if indexer is None else (buf.index_q_raw, buf.index_q)
+        at_once.query_heads(dev, buf.q_raw, buf.q, raw, index_q, buf.position, self.freq, c.rms_norm_eps)
+
+        for point, value in (("q_norm", buf.qr), ("q", buf.q)):
+            step.emit(f"attn.{point}", value)
+        step.show("attn.kv", lambda: state.cache.read_window(layer, buf.position.view(step.b, step.s)))
+        if main is not None:
+            step.show("attn.compressor", lambda: state.cache.read_entries(layer, step.completed(self.ratio)))
+        if indexer is None:
+            return None
+        for point, value in (("q", buf.index_q), ("weights", buf.index_weights)):
+            step.emit(f"attn.indexer.{point}", value)
+        selected = indexer.choose(cache, step)
+        step.show("attn.indexer.compressor", lambda: state.cache.read_index_keys(layer, step.completed(self.ratio)))
+        return step.choices.get(f"{step.at}.attn.selected", selected)
 
     def core(self, cache: LayerCache, selected: Tensor | None, state: State, step: Step) -> None:
         """q, the ring and the entries -> buf.o, not yet rotated back."""

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from production import ops
 from production.launch import Device
-from production.weights import ExpertWeights, GateWeights, LayerWeights, SharedExpertWeights
+from production.ops import at_once
+from production.weights import ExpertWeights, GateWeights, LayerWeights, Linear8, SharedExpertWeights
 from production.workspace import Call, SharedBuffers, Step
 from reference.config import ModelConfig
 
@@ -56,6 +57,9 @@ class SharedExpert:
     def __init__(self, dev: Device, weights: SharedExpertWeights, limit: float) -> None:
         self.dev, self.w, self.limit = dev, weights, limit
 
+    def matrices(self) -> tuple[Linear8, Linear8, Linear8]:
+        return self.w.w1, self.w.w2, self.w.w3
+
     def __call__(self, x_q: Tensor, buf: SharedBuffers, out: Tensor, variant: str | None = None) -> None:
         """x_q [T, D] e4m3-rounded bf16 -> out [T, D] bf16."""
         dev, w = self.dev, self.w
@@ -78,6 +82,8 @@ class MoE:
     def __call__(self, x: Tensor, step: Step) -> Tensor:
         """x [T, D] bf16, normed -> y [T, D] bf16."""
         buf = step.call.flat
+        if step.variants.at_once:
+            return self.at_once(x, step)
         experts = self.gate(x, step)
         ops.act_quant(self.dev, x, buf.x_q)
         self.experts(buf.x_q, experts, step.call, step.variants.experts)
@@ -86,4 +92,44 @@ class MoE:
         step.emit("ffn.routed", buf.routed)
         step.emit("ffn.shared_experts", buf.shared)
         step.emit("ffn.out", buf.y)
+        return buf.y
+
+    def at_once(self, x: Tensor, step: Step) -> Tensor:
+        """The same with the same bits and points: the router beside the input's rounding and the shared expert, the shared expert beside
+        the routed ones, swiglu with the rounding behind it.
+        """
+        dev, c, buf, own, call = self.dev, self.gate.config, step.call.flat, step.call.shared, step.call
+        w, g, (w1, w2, w3) = self.experts.w, self.gate.w, ((m.weight, m.scale) for m in self.shared_experts.matrices())
+        normalise, linear = c.scoring_func != "softmax", step.variants.linear
+        if step.decode:
+            at_once.project_router(dev, x, buf.x_q, g.weight, buf.gate_logits)
+            at_once.project_shared(
+                dev, buf.x_q, (w1, own.gate), (w3, own.up), buf.gate_logits, c.scoring_func, buf.scores, g.bias, g.tid2eid, buf.tokens, buf.position,
+                buf.experts, buf.weights, normalise, c.routed_scaling_factor,
+            )  # fmt: skip
+        else:
+            ops.linear_bf16(dev, x, g.weight, buf.gate_logits, variant=linear)
+            at_once.quant_rows(dev, x, buf.x_q)
+            ops.gate_scores(dev, buf.gate_logits, c.scoring_func, buf.scores)
+            ops.gate_choose(dev, buf.scores, g.bias, g.tid2eid, buf.tokens, buf.position, buf.experts)
+            ops.gate_weights(dev, buf.scores, buf.experts, buf.weights, normalise, c.routed_scaling_factor)
+            ops.linear_fp8(dev, buf.x_q, *w1, own.gate, variant=linear)
+            ops.linear_fp8(dev, buf.x_q, *w3, own.up, variant=linear)
+        for point, value in (("gate", buf.scores), ("experts", buf.experts)):
+            step.emit(f"ffn.{point}", value)
+        given = step.choices.get(f"{step.at}.ffn.experts", buf.experts)
+        if given is not buf.experts:
+            ops.gate_weights(dev, buf.scores, given, buf.weights, normalise, c.routed_scaling_factor)
+        step.emit("ffn.weights", buf.weights)
+        gate, up, h_q = (t.flatten(0, 1) for t in (buf.gate, buf.up, buf.h_q))
+        ops.experts_up(dev, buf.x_q, given, w.w1, w.s1, w.w3, w.s3, call.flat.gate, call.flat.up, step.variants.experts, call.scratch)
+        at_once.swiglu_quant(dev, gate, up, buf.weights.flatten(), h_q, own.gate, own.up, own.h_q, self.experts.limit)
+        if step.decode:
+            at_once.project_down(dev, buf.h_q, given, w.w2, w.s2, buf.down, own.h_q, (w2, buf.shared))
+        else:
+            ops.experts_down(dev, buf.h_q, given, w.w2, w.s2, buf.down, step.variants.experts, call.scratch)
+            ops.linear_fp8(dev, own.h_q, *w2, buf.shared, variant=linear)
+        at_once.combine_rows(dev, buf.down, given, buf.shared, buf.routed, buf.y)
+        for point, value in (("routed", buf.routed), ("shared_experts", buf.shared), ("out", buf.y)):
+            step.emit(f"ffn.{point}", value)
         return buf.y

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from production.launch import Device
+from production.ops.at_once import fits_at_once
 from production.ops.hyper_connection import AT_ONCE_VARIANTS, mixing_fits
 from production.ops.indexer import FAST_DIM, PREPARED_HEADS, TILE_WARPS, prepared_heads
 from production.ops.sparse_attn import FLASH, WGMMA, flash_fits, wgmma_fits
@@ -24,6 +25,7 @@ class Variants:
 
     linear          of linear_bf16 and linear_fp8 | experts  of experts_up and experts_down
     indexer_score, topk, sparse_attn, hyper_connection   as the wrappers
+    at_once         operations around the products share launches (production/ops/at_once.py): the same bits in fewer of them
     """
 
     linear: str
@@ -32,6 +34,7 @@ class Variants:
     topk: str | None = None
     sparse_attn: str | None = None
     hyper_connection: str | None = None
+    at_once: bool = False
 
     @property
     def mixes_at_once(self) -> bool:
@@ -56,8 +59,8 @@ class Plan:
 PORTABLE = Plan("portable", decode=Variants(linear="thin", experts="thin"), prefill=Variants(linear="mma", experts="mma"))
 FAST = Plan(
     "fast",
-    decode=Variants(linear="stream", experts="stream", topk="stream", indexer_score="int8", sparse_attn="flash", hyper_connection="split"),
-    prefill=Variants(linear="tiles", experts="tiles", topk="stream", indexer_score="int8_tiles", sparse_attn="flash", hyper_connection="mma"),
+    decode=Variants(linear="stream", experts="stream", topk="stream", indexer_score="int8", sparse_attn="flash", hyper_connection="split", at_once=True),
+    prefill=Variants(linear="tiles", experts="tiles", topk="stream", indexer_score="int8_tiles", sparse_attn="flash", hyper_connection="mma", at_once=True),
 )
 PLANS = {plan.name: plan for plan in (PORTABLE, FAST)}
 
@@ -91,12 +94,17 @@ def plan_of(name: str | None, device: Device) -> Plan:
 def fitted(plan: Plan, config: ModelConfig) -> Plan:
     """The plan for a model of these shapes: scores of other keys than those of 128 dims, or of too many heads, by `entries`, of 16
     heads and fewer by `int8` where `wgmma` is named; attention of heads that `wgmma` is not built for by `flash`, of those that `flash`
-    is not built for, and mixing of other streams than four of a multiple of 256, by the wrapper's own choice.
+    is not built for, and mixing of other streams than four of a multiple of 256, by the wrapper's own choice; rows that
+    are not of 16-byte pieces, or too wide for one warp, an operation a launch.
     """
     heads = prepared_heads(config.index_n_heads) if config.index_head_dim == FAST_DIM else None
     flash = flash_fits(config.head_dim, config.qk_rope_head_dim)
     wgmma = wgmma_fits(config.head_dim, config.qk_rope_head_dim)
     mixing = mixing_fits(config.hc_mult, config.hidden_size, config.hc_eps)
+    rows = fits_at_once(
+        config.hidden_size, config.q_lora_rank, config.head_dim, config.index_head_dim, config.moe_intermediate_size, config.n_routed_experts,
+        config.num_experts_per_tok,
+    )  # fmt: skip
 
     def fit(variants: Variants) -> Variants:
         if heads != PREPARED_HEADS[-1] and variants.indexer_score in HOPPER_ONLY["indexer_score"]:
@@ -109,6 +117,8 @@ def fitted(plan: Plan, config: ModelConfig) -> Plan:
             variants = replace(variants, sparse_attn=None)
         if not mixing and variants.mixes_at_once:
             variants = replace(variants, hyper_connection=None)
+        if not rows:
+            variants = replace(variants, at_once=False)
         return variants
 
     return replace(plan, decode=fit(plan.decode), prefill=fit(plan.prefill))

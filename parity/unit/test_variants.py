@@ -35,6 +35,7 @@ def test_each_device_has_its_own_plan(arch, plan):
 def shapes(**others: Any) -> Any:
     """What a plan asks of a model: Flash's, but for `others`."""
     flash = {"index_n_heads": 64, "index_head_dim": 128, "head_dim": 512, "qk_rope_head_dim": 64, "hc_mult": 4, "hidden_size": 4096, "hc_eps": 1e-6}
+    flash |= {"q_lora_rank": 1024, "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 6}
     return SimpleNamespace(**flash | others)
 
 
@@ -80,6 +81,17 @@ def test_mixing_at_once_is_for_four_streams_of_multiples_of_256(streams, width, 
     assert fitted(PORTABLE, config) == PORTABLE
 
 
+@pytest.mark.parametrize(
+    ("others", "takes"),
+    [({}, True), ({"q_lora_rank": 1536, "hidden_size": 7168, "moe_intermediate_size": 3072, "n_routed_experts": 384}, True), ({"q_lora_rank": 2056}, False), ({"hidden_size": 252}, False), ({"moe_intermediate_size": 48}, False), ({"index_head_dim": 512}, False), ({"n_routed_experts": 2000}, False)],
+    ids=["Flash", "Pro", "too wide a norm", "rows of odd pieces", "half a scale", "too wide a key", "too many experts"],
+)  # fmt: skip
+def test_launches_are_shared_where_rows_fit_one_warp(others, takes):
+    plan = fitted(FAST, shapes(**others))
+    assert (plan.decode.at_once, plan.prefill.at_once) == (takes, takes)
+    assert not (fitted(PORTABLE, shapes(**others)).decode.at_once)
+
+
 def attending(variant: str | None) -> Plan:
     return replace(FAST, prefill=replace(FAST.prefill, sparse_attn=variant))
 
@@ -97,7 +109,7 @@ def test_what_only_hopper_has_is_replaced_by_name_elsewhere():
 
 @pytest.mark.parametrize(("width", "runs"), [(512, "wgmma"), (128, "flash"), (256, None)])
 def test_wgmma_attention_is_for_heads_of_512(width, runs):
-    config: Any = SimpleNamespace(index_n_heads=64, index_head_dim=128, head_dim=width, qk_rope_head_dim=64, hc_mult=4, hidden_size=4096, hc_eps=1e-6)
+    config = shapes(head_dim=width)
     assert fitted(attending("wgmma"), config).prefill.sparse_attn == runs
 
 

@@ -115,14 +115,19 @@ def rope(dev: Device, x: Tensor, position: Tensor, inv_freq: Tensor, inverse: bo
 def act_quant(dev: Device, x: Tensor, out: Tensor, block: int = 128, variant: str | None = None) -> None:
     """out = x rounded to e4m3, one power-of-two scale per `block` along the row (the last one may be shorter).
 
-    x [R, dim] bf16 (rs); out [R, dim] bf16, the rounded values, exact in bf16. Variants: naive, group (the same bits).
+    x [R, dim] bf16 (rs); out [R, dim] bf16, the rounded values, exact in bf16. Variants: naive, group, rows (the same bits; rows: by
+    at_once.quant_rows, blocks of 128 of rows of 16-byte pieces).
     """
     R, dim = x.shape
     _shape("act_quant", "out", out, R, dim)
     _need(block > 0, "act_quant", f"block {block}")
     _packed("act_quant", out=out)
-    which = _choose("act_quant", variant, "group", ("naive", "group"))
-    if R:
+    which = _choose("act_quant", variant, "group", ("naive", "group", "rows"))
+    if which == "rows":
+        _need(block == 128 and dim % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0, "act_quant", f"rows: x {list(x.shape)}, block {block}: blocks of 128, rows of 16-byte pieces are needed")
+        if R:
+            dev.launch("rows_quant", "quant_rows", (_ceil(R * _ceil(dim, 256), STREAM_WARPS),), (STREAM_WARPS * 32,), (x, out, R, dim, x.stride(0)))
+    elif R:
         grid = _ceil(R * _ceil(dim, block), 128 if which == "naive" else 16)
         dev.launch("act_quant", f"act_quant_{which}", (grid,), (128,), (x, out, R, dim, x.stride(0), block))
 
