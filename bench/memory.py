@@ -19,9 +19,9 @@ import torch
 from bench.harness import Bench, text_table
 from bench.synthetic import preset
 from probes.core import memory
-from production.cache import Backup, KVCache
+from production.cache import Backup, KVCache, entry_capacity
 from production.model import State
-from production.workspace import Workspace
+from production.workspace import SCORE_BYTES, Workspace, score_queries
 from reference.config import ModelConfig
 
 PROMISE_BYTES = 15e9
@@ -98,20 +98,23 @@ def measure(bench: Bench, name: str, tokens: int, chunk: int) -> None:
     entry, key = memory.record_bytes(config.head_dim, config.qk_rope_head_dim), memory.key_bytes(config)
     kinds = [config.kind(layer) for layer in range(config.num_hidden_layers)]
     entries = kinds.count("csa") * (tokens // 4) * (entry + key) + kinds.count("hca") * (tokens // 128) * entry
+    scores = 4 * score_queries(1, chunk, tokens) * entry_capacity(4, tokens)
     shape = f"{config.num_hidden_layers} layers, {tokens:,} tokens, chunk {chunk}"
     table = [[p.name, f"{p.allocated / 1e9:.3f}", f"{p.reserved / 1e9:.3f}", f"{p.tensors / 1e9:.3f}"] for p in parts]
     how = "the device's allocator" if bench.torch_device.type == "cuda" else "exact bytes of tensors, nothing allocated"
     print(f"\n{name}: {shape}; {how}\n" + text_table(["part", "allocated GB", "reserved GB", "tensors GB"], table))
     print(
         f"formula {ways['published'] / 1e9:.3f} GB; entries and keys alone ({entry} + {key} bytes) {entries / 1e9:.3f} GB; in BF16 {ways['bf16'] / 1e9:.3f} GB; "
-        f"keys taken to be heads x dim wide {ways['wrong width'] / 1e9:.1f} GB; indexer scores of one chunk {4e-9 * chunk * (tokens // 4):.3f} GB of the workspace"
+        f"keys taken to be heads x dim wide {ways['wrong width'] / 1e9:.1f} GB; indexer scores {scores / 1e9:.3f} GB of the workspace, "
+        f"those of a whole chunk would be {4e-9 * chunk * (tokens // 4):.3f} GB"
     )
     bench.judge("cache against formula", name, shape, lambda: (abs(cache.allocated / ways["published"] - 1), FORMULA_LIMIT))
     bench.judge("cache against promise, GB", name, shape, lambda: (cache.allocated / 1e9, PROMISE_BYTES / 1e9))
+    bench.judge("indexer scores held at once, GB", name, shape, lambda: (scores / 1e9, SCORE_BYTES / 1e9))
     bench.judge("whole state against promise, GB", name, shape, lambda: (whole.allocated / 1e9, PROMISE_BYTES / 1e9))
     bench.note(**{
         f"{name}, chunk {chunk}": {
-            "tokens": tokens, **{p.name: {"allocated": p.allocated, "reserved": p.reserved, "tensors": p.tensors} for p in parts},
+            "tokens": tokens, "scores": scores, **{p.name: {"allocated": p.allocated, "reserved": p.reserved, "tensors": p.tensors} for p in parts},
             "formula": ways["published"], "entries_and_keys": entries, "bf16": ways["bf16"], "wrong_width": ways["wrong width"],
         }
     })  # fmt: skip

@@ -141,19 +141,29 @@ class Indexer:
         return self.choose(cache, step)
 
     def choose(self, cache: LayerCache, step: Step) -> Tensor:
-        """Scores of every complete entry, and the best of them."""
+        """Scores of every complete entry, and the best of them; of as many queries at a time as scores are held at once."""
         dev, buf = self.dev, step.call.flat
         assert cache.keys is not None
         assert cache.scales is not None
-        score = step.call.score(max(1, step.entries))  # [T, E]
-        ops.indexer_score(
-            dev, buf.index_q, buf.index_weights, cache.keys, cache.scales, buf.position, buf.row, score, ratio=4,
-            variant=step.variants.indexer_score, scratch=step.call.prepared,
-        )  # fmt: skip
-        step.emit("attn.indexer.score", score if step.entries else score[:, :0])
-        ops.topk(
-            dev, score, buf.position, buf.selected, ratio=4, variant=step.variants.topk, counters=step.call.counters, scratch=step.call.lists
-        )  # fmt: skip
+        entries, T = max(1, step.entries), step.call.T
+        slices = step.call.score_slices(entries)
+        whole: Tensor | None = None  # [T, E], where the scores of all queries are held at once
+        if len(slices) == 1:
+            whole = step.call.score(T, entries)
+        elif step.wants("attn.indexer.score"):
+            whole = torch.empty(T, entries, dtype=torch.float32, device=dev.torch_device)
+        for queries in slices:
+            score = step.call.score(queries.stop - queries.start, entries) if whole is None else whole[queries]
+            position, index_q, weights = buf.position[queries], buf.index_q[queries], buf.index_weights[queries]
+            ops.indexer_score(
+                dev, index_q, weights, cache.keys, cache.scales, position, buf.row[queries], score, ratio=4,
+                variant=step.variants.indexer_score, scratch=step.call.prepared,
+            )  # fmt: skip
+            if whole is not None and queries.stop == T:
+                step.emit("attn.indexer.score", whole if step.entries else whole[:, :0])
+            ops.topk(
+                dev, score, position, buf.selected[queries], ratio=4, variant=step.variants.topk, counters=step.call.counters, scratch=step.call.lists
+            )  # fmt: skip
         step.emit("attn.selected", buf.selected)
         return buf.selected
 

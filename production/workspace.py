@@ -25,6 +25,8 @@ from reference.points import Taps
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 COUNTERS = 256
+SCORE_BYTES = 1 << 30  # of index scores at once: a million tokens are 1024 queries of 262,144 entries
+SCORE_TILE = 64  # queries that a block of the tiled kernels scores together
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,11 @@ def buffer_shapes(c: ModelConfig, max_context: int) -> dict[str, tuple[torch.dty
     return shapes
 
 
+def score_queries(batch: int, tokens: int, max_context: int) -> int:
+    """Queries of a call whose index scores are held at once: those of a decode step always, of a prefill as SCORE_BYTES allows."""
+    return min(tokens, max(batch, SCORE_BYTES // (4 * entry_capacity(4, max_context))))
+
+
 @dataclass(frozen=True)
 class Half:
     """Output y [T, D] of half a block that is not put back yet: X [T, n, D] from `streams`; show: what observers see of it then."""
@@ -179,9 +186,19 @@ class Call:
         self.half: Half | None = None
         self._score, self.prepared = owner.score, owner.prepared
 
-    def score(self, entries: int) -> Tensor:
-        """Indexer scores [T, entries] f32."""
-        return self._score[: self.T * entries].view(self.T, entries)
+    def score(self, queries: int, entries: int) -> Tensor:
+        """Indexer scores [queries, entries] f32."""
+        return self._score[: queries * entries].view(queries, entries)
+
+    def score_slices(self, entries: int) -> list[slice]:
+        """The call's queries, in as few equal parts as let a part's scores of `entries` entries be held together."""
+        room = self._score.numel() // entries
+        if room >= self.T:
+            return [slice(0, self.T)]
+        tile = SCORE_TILE if room >= SCORE_TILE else 1
+        parts = -(-self.T // (room // tile * tile))
+        queries = -(-self.T // (parts * tile)) * tile
+        return [slice(first, min(self.T, first + queries)) for first in range(0, self.T, queries)]
 
 
 class Workspace:
@@ -202,7 +219,7 @@ class Workspace:
         D = c.hidden_size
         self.sums = make(F32, max(ops.mix_scratch(T, D, "mma"), ops.mix_scratch(batch, D, "split")))
         kinds = {c.ratio(layer) for layer in layers}
-        self.score = make(F32, T * entry_capacity(4, max_context) if 4 in kinds else 0)
+        self.score = make(F32, score_queries(batch, T, max_context) * entry_capacity(4, max_context) if 4 in kinds else 0)
         self.prepared = make(torch.uint8, ops.indexer_scratch(T, c.index_n_heads) if 4 in kinds else 0)
         self.lists = make(I32, ops.topk_scratch(min(c.index_topk, entry_capacity(4, max_context)), entry_capacity(4, max_context)) if 4 in kinds else 0)
         # name -> (ratio, width d')

@@ -21,6 +21,7 @@ from torch import Tensor
 import production
 import reference.model
 from parity.unit.worlds import PROMPTS, prompt, write_checkpoint
+from production import workspace
 from production.door import checked_tokens
 from production.engine import count_allocations, greedy, logits_hash
 from production.model import POLICY, State, Transformer
@@ -282,6 +283,29 @@ def test_a_run_repeats_bit_for_bit_and_taps_change_nothing(loaded) -> None:
         assert value.shape[:2] == (1, 70), point
         assert spec_of(point).sparse or bool((~torch.isnan(value.float())).all()), point
     assert model.taps.observers == 0
+
+
+@pytest.mark.parametrize(("name", "variants"), [("small", "portable"), ("tiny", "fast")])
+def test_index_scores_of_a_part_of_the_queries_at_a_time_change_no_bit(checkpoint, monkeypatch, name, variants) -> None:
+    lengths = [TOKENS, 91]
+    runs, slices = [], []
+    for size in (workspace.SCORE_BYTES, 4 * 100 * 70):  # all 280 queries; 70 of 100 entries: tiles of 64
+        monkeypatch.setattr(workspace, "SCORE_BYTES", size)
+        model = production.load(checkpoint(name), max_context=400, prefill_chunk=TOKENS, variants=variants, layers=range(4))
+        tokens, _ = ragged(model, lengths)
+        states = [model.new_state(2) for _ in range(2)]
+        slices.append(len(states[0].workspace.at(TOKENS).score_slices(100)))
+        seen, logits = recorded(model, model.taps.points, lambda model=model, tokens=tokens, states=states: model.prefill(tokens, states[0], lengths))
+        runs.append((seen, logits, snapshots(model, states[0])))
+        assert same_bits({"": logits}, {"": model.prefill(tokens, states[1], lengths)}), "with nobody to look at the scores"
+        assert states[0].workspace.score.numel() <= max(size // 4, 100)
+    assert slices == [1, 5]
+    (seen, logits, kept), (other, others, left) = runs
+    assert same_bits({"": logits}, {"": others})
+    assert all(same_bits(a, b) for a, b in zip(kept, left, strict=True))
+    for point, (value,) in seen.items():
+        for row, n in enumerate(lengths):
+            assert same_bits({point: value[row, :n]}, {point: other[point][0][row, :n]}), point
 
 
 def test_one_token_through_every_layer_matches_its_shape_legend(loaded) -> None:
