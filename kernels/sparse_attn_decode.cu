@@ -106,29 +106,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_512_h64_p2(
                                    entries_row_stride, entry_stride, selected_stride, out_stride, visible_stride});
 }
 
-// A thread merges four columns of a head.
 extern "C" __global__ void __launch_bounds__(128)
 sparse_attn_combine(const float *part_o, const float *part_ml, const float *sink, const int *position, __nv_bfloat16 *out, int heads,
                     int d, int splits, int window, int listed, int capacity, int ratio, long long out_stride) {
-  __shared__ float m[MAX_SPLITS], l[MAX_SPLITS], inverse;
-  const int token = blockIdx.x, h = blockIdx.y, tid = threadIdx.x, p = position[token];
-  const long long stride = heads, row0 = (long long)token * splits * heads + h;
-  const float own_sink = sink[h];
-  for (int s = tid; s < splits; s += blockDim.x) {  // before p is known: of splits that are not used, anything
-    const float2 ml = reinterpret_cast<const float2 *>(part_ml)[row0 + s * stride];
-    m[s] = ml.x;
-    l[s] = ml.y;
-  }
-  if (p < 0) return;
-  const int total = min(p + 1, window) + (listed >= 0 ? listed : ratio > 0 ? min((p + 1) / ratio, capacity) : 0);
-  const int used = split_keys(total, splits).used;
-  if (used == 1) return;  // out is written
-  __syncthreads();
-  if (tid == 0) inverse = merge_shares(m, l, 1, used, own_sink);
-  __syncthreads();
-  const float4 *from = reinterpret_cast<const float4 *>(part_o) + row0 * (d / 4) + tid;
-  float4 o = {};
-#pragma unroll 8
-  for (int s = 0; s < used; s++) add_share(o, from[s * stride * (d / 4)], m[s]);
-  store_4(out + token * out_stride + (long long)h * d + tid * 4, o, inverse);
+  combine_splits<false>(part_o, part_ml, sink, position, out, heads, d, splits, KEYS, window, listed, capacity, ratio, out_stride);
 }

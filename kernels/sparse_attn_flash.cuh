@@ -10,9 +10,9 @@
 //          of a tile, then tile by tile. p is PARTS bf16: two leave 2^-18 of it behind, one is the rounding point p.bf16.
 //          None of it depends on HEADS, so a head's bits do not depend on how many share its block.
 #pragma once
-#include "sparse_attn_keys.cuh"
+#include "sparse_attn_splits.cuh"
 
-constexpr int KEYS = 64, WARPS = 8, THREADS = WARPS * WARP, ROTARY = 64, HALVES = 2, MAX_SPLITS = 64;
+constexpr int KEYS = 64, WARPS = 8, THREADS = WARPS * WARP, ROTARY = 64, HALVES = 2;
 
 // Parameters of the kernels, in their order.
 struct Attention {
@@ -30,16 +30,6 @@ struct Attention {
   long long q_stride, ring_row_stride, ring_slot_stride, ring_position_stride, entries_row_stride, entry_stride, selected_stride,
       out_stride, visible_stride;
 };
-
-// Keys a split takes, a multiple of KEYS, and how many splits have any.
-struct Splits {
-  int keys, used;
-};
-
-__device__ __forceinline__ Splits split_keys(int total, int splits) {
-  const unsigned n = total, each = (n + splits - 1u) / splits, keys = (each + KEYS - 1u) / KEYS * KEYS;
-  return {(int)keys, (int)((n + keys - 1u) / keys)};
-}
 
 __device__ __forceinline__ Keys keys_of_token(const Attention &a, int token, int p, int batch) {
   const int oldest = max(0, p - a.window + 1);
@@ -168,34 +158,7 @@ __device__ __forceinline__ void softmax_tile(const float *score, __nv_bfloat16 *
     }
 }
 
-// ---- merging splits: out = sum_s O_s exp(m_s - M) / (sum_s l_s exp(m_s - M) + exp(sink - M)), M the largest of all and the sink ----
-
-// In: m and l of one head by split, `stride` floats apart. Out: m becomes the split's share. Returns 1 / denominator.
-__device__ __forceinline__ float merge_shares(float *m, const float *l, int stride, int used, float sink) {
-  float largest = sink;
-#pragma unroll 4
-  for (int s = 0; s < used; s++) largest = fmaxf(largest, m[s * stride]);
-  float denominator = exp_below(sink, largest);
-#pragma unroll 2
-  for (int s = 0; s < used; s++) {
-    const float share = exp_below(m[s * stride], largest);
-    denominator += l[s * stride] * share;
-    m[s * stride] = share;
-  }
-  return 1.f / denominator;
-}
-
-__device__ __forceinline__ void store_4(__nv_bfloat16 *out, const float4 &o, float factor) {
-  if (((size_t)out & 7) == 0) {
-    *reinterpret_cast<uint2 *>(out) = make_uint2(pack_bf16(o.x * factor, o.y * factor), pack_bf16(o.z * factor, o.w * factor));
-    return;
-  }
-  out[0] = to_bf16(o.x * factor), out[1] = to_bf16(o.y * factor), out[2] = to_bf16(o.z * factor), out[3] = to_bf16(o.w * factor);
-}
-
-__device__ __forceinline__ void add_share(float4 &o, const float4 &v, float share) {
-  o.x = fmaf(share, v.x, o.x), o.y = fmaf(share, v.y, o.y), o.z = fmaf(share, v.z, o.z), o.w = fmaf(share, v.w, o.w);
-}
+// ---- merging splits in the same launch ----
 
 // The last block of a token and its heads to arrive merges them, all threads. row0: row of part_o of split 0 and head head0.
 template <int D, int HEADS>
@@ -287,7 +250,7 @@ template <int D, int HEADS, int PARTS> __device__ __forceinline__ void flash_blo
   const int here = min(HEADS, a.heads - head0);
   const int p = a.position[token], batch = a.row[token];
   if (a.selected) {  // the lines of this split's list, as if the window were full: they are on their way before p is known
-    const int keys = split_keys(a.window + a.listed, splits).keys, i = split * keys - a.window + tid * 32;
+    const int keys = split_keys(a.window + a.listed, splits, KEYS).keys, i = split * keys - a.window + tid * 32;
     if (tid * 32 < keys + 32 && i >= 0 && i < a.listed) prefetch_global(a.selected + token * a.selected_stride + i);
   }
   if (tid == 0) {  // what is read at the end
@@ -301,7 +264,7 @@ template <int D, int HEADS, int PARTS> __device__ __forceinline__ void flash_blo
     return;
   }
   const Keys keys = keys_of_token(a, token, p, batch);
-  const Splits part = split_keys(keys.total, splits);
+  const Splits part = split_keys(keys.total, splits, KEYS);
   const bool show = a.visible && head0 == 0;
   if (show && split == 0) show_nothing_else(keys, tid, THREADS);
   if (split >= part.used) {

@@ -1,4 +1,4 @@
-// sparse_attn_wgmma.cu    prefill attention of sparse_attn.cu on Hopper's tensor cores: 64 heads of one query a time
+// sparse_attn_wgmma.cu    attention of sparse_attn.cu on Hopper's tensor cores: 64 heads of one query a time
 //
 //   out[t,h] = sum_k p_k kv_k / (sum_k p_k + exp(sink[h] - M)),  p_k = exp(scale q[t,h] . kv_k - M)
 //
@@ -9,8 +9,12 @@
 //          p fp32, multiplied as two bf16 whose sum is within 2^-17 of it; exponentials by ex2.approx; the running maximum is
 //          a whole power of two, p at most 2^8: it moves when a score is more than 8 powers above. One rounding, to bf16, at
 //          the store. Sums of exponentials: two, over even and odd tiles, added last. A token's result depends on its own data
+//          and on `splits`, which the caller fixes by capacity. part_o [T, splits, heads, d], part_ml [T, splits, heads, 2] fp32: sums;
+//          maximum in powers of two and sum of exponentials; written where there are keys and more than one split has any
 // launch   grid = (blocks <= tokens * ceil(h / 64)), persistent: one a multiprocessor; block = 384; shared memory: SHARED_BYTES
-// variants sparse_attn_wgmma, and _p_bf16: p rounded to one bf16 (point `p.bf16`)
+//          sparse_attn_wgmma_split: the same of tokens x blocks of heads x splits, each of a multiple of 128 keys; then
+//          sparse_attn_combine, grid = (T, heads), block = d / 4
+// variants sparse_attn_wgmma, and _p_bf16: p rounded to one bf16 (point `p.bf16`); both with splits (decode) and without
 //
 // Roles. Two warpgroups multiply, one loads. Tile i of 64 keys lies in stage i % 2 of shared memory as 8 panels of 64 dims,
 // the swizzle of hopper.cuh, and is operand twice: keys x dims for the scores, dims x keys for the sums. Warpgroup i % 2 has its
@@ -22,7 +26,7 @@
 //   largest_ready       maximum and factor of an even tile   p_ready[owner]      p, and maximum and factor of an odd tile
 //   q_full, q_free      queries of an item: token, 64 heads  sums[item % 2]      sums of exponentials of both warpgroups
 #include "hopper.cuh"
-#include "sparse_attn_keys.cuh"
+#include "sparse_attn_splits.cuh"
 
 constexpr int D = 512, R = 64, HEADS = 64, KEYS = 64;
 constexpr int PANELS = D / 64, HALF = PANELS / 2, PANEL_BYTES = 64 * SWIZZLE_ROW_BYTES, TILE_BYTES = PANELS * PANEL_BYTES;
@@ -59,19 +63,23 @@ struct Call {
   float scale;
   long long q_stride, ring_row_stride, ring_slot_stride, ring_position_stride, entries_row_stride, entry_stride;
   long long selected_stride, out_stride, visible_stride;
-  int tokens;
+  int tokens, splits;  // splits and what they leave: decode
+  float *part_o, *part_ml;
 };
 
-// One piece of work: a token and up to 64 heads.
+// One piece of work: a token and up to 64 heads; of decode also one split of its keys.
 struct Item {
-  int token, head0, heads;
+  int token, head0, heads, split;
 };
 
 __device__ __forceinline__ int head_blocks(const Call &call) { return ceil_div(call.heads, HEADS); }
 
-__device__ __forceinline__ Item item_of(const Call &call, int number) {
-  const int blocks = head_blocks(call), token = number / blocks, head0 = number % blocks * HEADS;
-  return {token, head0, min(HEADS, call.heads - head0)};
+// Splits come last: first of all tokens the first, which all have.
+template <bool SPLIT> __device__ __forceinline__ Item item_of(const Call &call, int number) {
+  const int blocks = head_blocks(call), split = SPLIT ? number / (call.tokens * blocks) : 0;
+  if (SPLIT) number -= split * call.tokens * blocks;
+  const int token = number / blocks, head0 = number % blocks * HEADS;
+  return {token, head0, min(HEADS, call.heads - head0), split};
 }
 
 __device__ __forceinline__ Keys keys_of_token(const Call &call, int token, int p) {
@@ -211,24 +219,41 @@ struct Stage {
 };
 
 // A warp has KEYS / PRODUCER_WARPS keys of a tile: lane i finds key i, lanes 8 g + sub decode keys 4 k + g.
-__device__ __forceinline__ void load(const Call &call) {
+template <bool SPLIT> __device__ __forceinline__ void load(const Call &call) {
   const int thread = threadIdx.x - 2 * WARPGROUP, warp = thread / WARP, lane = thread % WARP, sub = lane % 8;
   const int own_key = warp * WARP_KEYS + lane % WARP_KEYS;
   const int first_chunk = swizzle_128(warp * WARP_KEYS + lane / 8, sub);  // of slot 0; slot k: 4 k rows further
   int uses = 0, items = 0;  // of both stages, queries
-  for (int number = blockIdx.x; number < call.tokens * head_blocks(call); number += gridDim.x) {
-    const Item item = item_of(call, number);
+  for (int number = blockIdx.x; number < call.tokens * head_blocks(call) * (SPLIT ? call.splits : 1); number += gridDim.x) {
+    const Item item = item_of<SPLIT>(call, number);
+    const bool early = SPLIT && items == 0;  // queries of the first item are asked for before its position is known
+    if (early) start_queries(call, item, thread);
     const int p = call.position[item.token];
-    if (p < 0) continue;
-    const Keys keys = keys_of_token(call, item.token, p);
-    if (keys.visible && item.head0 == 0) {
+    if (p < 0) {
+      if (early) cp_async_wait<0>();
+      continue;
+    }
+    Keys keys = keys_of_token(call, item.token, p);
+    const bool show = keys.visible && item.head0 == 0;
+    if (show && item.split == 0) show_nothing_else(keys, thread, PRODUCER_WARPS * WARP);
+    int start = 0;
+    bool is_part = false;
+    if (SPLIT) {
+      const Splits splits = split_keys(keys.total, call.splits, 2 * KEYS);
+      start = item.split * splits.keys;
+      keys.total = min(keys.total, start + splits.keys);
+      is_part = splits.used > 1;
+      if (start >= keys.total) {
+        if (early) cp_async_wait<0>();
+        continue;
+      }
+    }
+    if (show)
 #pragma unroll 1
-      for (int i = thread; i < keys.total; i += PRODUCER_WARPS * WARP) {
+      for (int i = start + thread; i < keys.total; i += PRODUCER_WARPS * WARP) {
         const Key key = find_key(keys, i);
         keys.visible[key.column] = key.shown;
       }
-      show_nothing_else(keys, thread, PRODUCER_WARPS * WARP);
-    }
     const auto listed = [&](int i) { return i >= keys.in_window && i < keys.total ? entry_at(keys, i) : -1; };
     const auto find = [&](Stage &stage, int i, int e) {
       stage.place = place_of_key(keys, i, e);
@@ -238,13 +263,15 @@ __device__ __forceinline__ void load(const Call &call) {
     const auto of_slot = [&](const Stage &stage, int k) { return bytes_at(keys, __shfl_sync(FULL_MASK, stage.place, 4 * k + lane / 8)); };
     Stage even, odd;
     Half halves[SLOTS];
-    int next = listed(own_key);  // entry of the key that is looked for next
-    find(even, own_key, next);
+    int next = listed(start + own_key);  // entry of the key that is looked for next
+    find(even, start + own_key, next);
 #pragma unroll
     for (int k = 0; k < SLOTS; k++) load_half<0>(halves[k], of_slot(even, k), sub);
-    next = listed(own_key + KEYS);
-    mbarrier_wait(barrier(Q_FREE), items & 1 ^ 1);
-    start_queries(call, item, thread);
+    next = listed(start + own_key + KEYS);
+    if (!early) {
+      mbarrier_wait(barrier(Q_FREE), items & 1 ^ 1);
+      start_queries(call, item, thread);
+    }
     items++;
 
     // Decodes the half that is in registers into its place, and loads the next one.
@@ -266,12 +293,12 @@ __device__ __forceinline__ void load(const Call &call) {
       fence_proxy_async();
       mbarrier_arrive_warp(barrier(FULL + 2 * number_of_stage + SIDE));
     };
-    for (int begin = 0; begin < keys.total; begin += 2 * KEYS, uses++) {
+    for (int begin = start; begin < keys.total; begin += 2 * KEYS, uses++) {
       const int after = begin + 2 * KEYS + own_key;  // the own key of the next even tile
       find(odd, begin + KEYS + own_key, next);
       fill(Side<0>(), 0, even, [&](int k) { load_half<1>(halves[k], of_slot(odd, k), sub); });
-      if (begin == 0) {
-        if (thread == 0) work_of(items - 1)->x = number, work_of(items - 1)->y = ceil_div(keys.total, 2 * KEYS);
+      if (begin == start) {
+        if (thread == 0) work_of(items - 1)->x = is_part ? ~number : number, work_of(items - 1)->y = ceil_div(keys.total - start, 2 * KEYS);
         cp_async_wait<0>();
         fence_proxy_async();
         mbarrier_arrive_warp(barrier(Q_FULL));
@@ -450,7 +477,9 @@ __device__ __forceinline__ unsigned long long seen_keys(int stage) {
 __device__ __forceinline__ float exp2_below(float a, float b) { return a == b ? 1.f : exp2_fast(a - b); }
 
 // Sums over the sink, and stores this warpgroup's 256 dims of up to 64 heads by way of its panels of p, which nobody reads now.
-__device__ __forceinline__ void finish(const Call &call, const Item &item, float (&o)[128], Running &run, int side, int items,
+// Of a split: leaves them, and maximum and sum of exponentials.
+template <bool SPLIT>
+__device__ __forceinline__ void finish(const Call &call, const Item &item, bool is_part, float (&o)[128], Running &run, int side, int items,
                                        int row, int t) {
   float *sums = reinterpret_cast<float *>(smem + AT_SUMS) + (items & 1) * 2 * HEADS;
 #pragma unroll
@@ -460,6 +489,20 @@ __device__ __forceinline__ void finish(const Call &call, const Item &item, float
   }
   mbarrier_arrive_warp(barrier(SUMS_READY));
   mbarrier_wait(barrier(SUMS_READY), items & 1);
+  if (SPLIT && is_part) {
+    const long long own = ((long long)item.token * call.splits + item.split) * call.heads + item.head0;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int head = row + 8 * r;
+      if (head >= item.heads) continue;
+      float *to = call.part_o + (own + head) * D + side * HALF * 64 + 2 * t;
+#pragma unroll
+      for (int j = 0; j < 32; j++) *reinterpret_cast<float2 *>(to + 8 * j) = make_float2(o[4 * j + 2 * r], o[4 * j + 2 * r + 1]);
+      if (side == 0 && t == 0)
+        *reinterpret_cast<float2 *>(call.part_ml + (own + head) * 2) = make_float2(run.largest[r], sums[head] + sums[HEADS + head]);
+    }
+    return;
+  }
   float scale[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -493,7 +536,7 @@ __device__ __forceinline__ void finish(const Call &call, const Item &item, float
 }
 
 // Warpgroup SIDE: the scores of tiles SIDE, SIDE + 2 .., and dims 256 SIDE .. of the sums.
-template <int PARTS, int SIDE> __device__ __forceinline__ void multiply(const Call &call) {
+template <int PARTS, int SIDE, bool SPLIT> __device__ __forceinline__ void multiply(const Call &call) {
   const int thread = threadIdx.x % WARPGROUP, lane = thread % WARP, t = lane % 4, row = thread / WARP * 16 + lane / 4;
   const float to_log2 = call.scale * LOG2E;
   float o[128], s[32];
@@ -550,12 +593,14 @@ template <int PARTS, int SIDE> __device__ __forceinline__ void multiply(const Ca
         mbarrier_arrive_warp(barrier(FREE + 1));
       }
     }
-    finish(call, item_of(call, work_of(items)->x), o, run, SIDE, items, row, t);
+    const int number = work_of(items)->x;
+    const bool is_part = SPLIT && number < 0;
+    finish<SPLIT>(call, item_of<SPLIT>(call, is_part ? ~number : number), is_part, o, run, SIDE, items, row, t);
     items++;
   }
 }
 
-template <int PARTS> __device__ __forceinline__ void attend(const Call &call) {
+template <int PARTS, bool SPLIT> __device__ __forceinline__ void attend(const Call &call) {
   if (threadIdx.x == 0) {
     if (shared_offset(smem) % SWIZZLE_ATOM_BYTES) __trap();
     for (int i = 0; i < 4; i++) {
@@ -571,13 +616,13 @@ template <int PARTS> __device__ __forceinline__ void attend(const Call &call) {
   const int warpgroup = threadIdx.x / WARPGROUP;
   if (warpgroup == 0) {
     registers_up<CONSUMER_REGISTERS>();
-    multiply<PARTS, 0>(call);
+    multiply<PARTS, 0, SPLIT>(call);
   } else if (warpgroup == 1) {
     registers_up<CONSUMER_REGISTERS>();
-    multiply<PARTS, 1>(call);
+    multiply<PARTS, 1, SPLIT>(call);
   } else {
     registers_down<PRODUCER_REGISTERS>();
-    load(call);
+    load<SPLIT>(call);
   }
 }
 
@@ -589,9 +634,9 @@ sparse_attn_wgmma(const __nv_bfloat16 *q, const unsigned char *ring, const int *
                   long long ring_position_stride, long long entries_row_stride, long long entry_stride,
                   long long selected_stride, long long out_stride, long long visible_stride, int tokens) {
   if (d != D || r != R) __trap();
-  attend<2>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
+  attend<2, false>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
              capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride,
-             entries_row_stride, entry_stride, selected_stride, out_stride, visible_stride, tokens});
+             entries_row_stride, entry_stride, selected_stride, out_stride, visible_stride, tokens, 1, nullptr, nullptr});
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -603,7 +648,39 @@ sparse_attn_wgmma_p_bf16(const __nv_bfloat16 *q, const unsigned char *ring, cons
                       long long entry_stride, long long selected_stride, long long out_stride, long long visible_stride,
                       int tokens) {
   if (d != D || r != R) __trap();
-  attend<1>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
+  attend<1, false>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
              capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride,
-             entries_row_stride, entry_stride, selected_stride, out_stride, visible_stride, tokens});
+             entries_row_stride, entry_stride, selected_stride, out_stride, visible_stride, tokens, 1, nullptr, nullptr});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+sparse_attn_wgmma_split(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position, const unsigned char *entries, const int *selected,
+                        const int *position, const int *row, const float *sink, __nv_bfloat16 *out, int *visible, int heads, int d, int r,
+                        int slots, int window, int listed, int capacity, int ratio, float scale, long long q_stride,
+                        long long ring_row_stride, long long ring_slot_stride, long long ring_position_stride,
+                        long long entries_row_stride, long long entry_stride, long long selected_stride, long long out_stride,
+                        long long visible_stride, int tokens, int splits, float *part_o, float *part_ml) {
+  if (d != D || r != R) __trap();
+  attend<2, true>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
+                   capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride, entries_row_stride,
+                   entry_stride, selected_stride, out_stride, visible_stride, tokens, splits, part_o, part_ml});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+sparse_attn_wgmma_split_p_bf16(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position, const unsigned char *entries, const int *selected,
+                        const int *position, const int *row, const float *sink, __nv_bfloat16 *out, int *visible, int heads, int d, int r,
+                        int slots, int window, int listed, int capacity, int ratio, float scale, long long q_stride,
+                        long long ring_row_stride, long long ring_slot_stride, long long ring_position_stride,
+                        long long entries_row_stride, long long entry_stride, long long selected_stride, long long out_stride,
+                        long long visible_stride, int tokens, int splits, float *part_o, float *part_ml) {
+  if (d != D || r != R) __trap();
+  attend<1, true>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
+                   capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride, entries_row_stride,
+                   entry_stride, selected_stride, out_stride, visible_stride, tokens, splits, part_o, part_ml});
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+sparse_attn_combine(const float *part_o, const float *part_ml, const float *sink, const int *position, __nv_bfloat16 *out,
+                    int heads, int d, int splits, int window, int listed, int capacity, int ratio, long long out_stride) {
+  combine_splits<true>(part_o, part_ml, sink, position, out, heads, d, splits, 2 * KEYS, window, listed, capacity, ratio, out_stride);
 }

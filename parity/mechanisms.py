@@ -19,7 +19,7 @@ from probes.core.records import Mechanism, Record, State, Verdict
 from probes.core.rows import absent_rows
 from probes.core.wording import plural
 
-SPLIT_ABOVE = {"sparse_attn": 64, "sparse_attn_decode": 128}  # keys of one decode step that one softmax takes, by source of the kernel
+SPLIT_ABOVE = {"sparse_attn": 64, "sparse_attn_decode": 128, "sparse_attn_wgmma": 128}  # keys of one decode step that one softmax takes, by source of the kernel
 MERGE = "sparse_attn_combine"  # the kernel that merges split softmaxes
 SINK_SHARE = 0.01  # of the softmax: less could be missing without a trace in attn.core
 LEAST_AMAX = 1e-4  # a block of e4m3 codes whose values are smaller has the smallest scale there is

@@ -23,8 +23,9 @@ from production.ops.sparse_attn import WGMMA_SHARED
 
 Check = tuple[Callable[..., None], dict[str, Any]]
 KERNELS = Path(bench.__file__).resolve().parent / "kernels"
-EDGES: Check = (checks.test_sparse_attn_wgmma_at_the_edges, {"source": "CSA list", "h": 70, "variant": "wgmma"})
-MOVES: Check = (checks.test_sparse_attn_wgmma_follows_a_maximum_that_moves, {"variant": "wgmma"})
+EDGES: Check = (checks.test_sparse_attn_wgmma_at_the_edges, {"source": "CSA list", "h": 70, "variant": "wgmma", "splits": 1})
+SPLIT: Check = (checks.test_sparse_attn_wgmma_at_the_edges, {"source": "CSA list", "h": 70, "variant": "wgmma", "splits": 2})
+MOVES: Check = (checks.test_sparse_attn_wgmma_follows_a_maximum_that_moves, {"variant": "wgmma", "splits": 1})
 CODES: Check = (checks.test_sparse_attn_wgmma_reads_every_code_at_every_scale, {})
 OPPOSITE: Check = (checks.test_sparse_attn_wgmma_keeps_what_bf16_would_round_off_p, {})
 
@@ -80,6 +81,8 @@ MUTATIONS: dict[str, tuple[str, str, Check]] = {
     "places without a key take weight": ("if (seen != ~0ull) {", "if (seen == 0) {", EDGES),
     "p is handed over as if the maximum had not moved": ("hand_over<PARTS, false>(p, other", "hand_over<PARTS, true>(p, other", MOVES),
     "the second part of p is lost": ("low - bf16_low(p[0][k][pair])", "0.f * bf16_low(p[0][k][pair])", OPPOSITE),
+    "a split leaves the exponentials of even tiles only": ("sums[head] + sums[HEADS + head]);", "sums[head]);", SPLIT),
+    "a split has the keys of the first": ("start = item.split * splits.keys;", "start = 0;", SPLIT),
     "any scale goes the quick way": ("& 0x80808080u) == 0x80808080u;", "& 0u) == 0u;", CODES),
     "half a stage is given back before its sums": ("        mbarrier_wait(barrier(P_READY + 1), uses & 1);\n", "        mbarrier_arrive_warp(barrier(FREE));\n        mbarrier_wait(barrier(P_READY + 1), uses & 1);\n", EDGES),
 }  # fmt: skip

@@ -34,19 +34,21 @@ FLASH = {"flash": 2, "flash_p_bf16": 1}
 FLASH_HEADS = {512: (64, 32, 16), 128: (16,)}
 FLASH_ROTARY, FLASH_TILE = 64, 64
 FLASH_ONE_LAUNCH = False
-FLASH_SPLIT_KEYS, FLASH_MAX_SPLITS = 128, 16  # what a block reads and writes besides its keys is worth two tiles
-FLASH_TILE_US, FLASH_BLOCK_US, SMS = {64: 3.6, 32: 2.0, 16: 1.3}, 2.5, 132  # on an H200, to choose a block's heads; moves no bit
+FLASH_SPLIT_KEYS, FLASH_MAX_SPLITS = 128, 32
+FLASH_TILE_US, FLASH_BLOCK_US, SMS = {64: 6.1, 32: 4.3, 16: 2.8}, 6.0, 132  # measured on an H200, to choose a block's heads; moves no bit
 
 # sparse_attn_wgmma.cu: parts of p by variant, heads of a block, bytes of shared memory
 WGMMA = {"wgmma": 2, "wgmma_p_bf16": 1}
+WGMMA_SPLIT_KEYS, WGMMA_MAX_SPLITS = 128, 16  # a pair of tiles; a split leaves 128 KB, worth about two tiles where many rows share the card
 WGMMA_DIM, WGMMA_ROTARY, WGMMA_HEADS, WGMMA_SHARED = 512, 64, 64, 231_584
 
 
 def splits_for(max_keys: int, variant: str | None = None) -> int:
-    """Splits of a decode step that sees at most max_keys keys: 1 up to 64 keys, then one per 64, at most 64; flash: per 128, at most 16."""
-    if variant in FLASH:
-        return max(1, min(FLASH_MAX_SPLITS, _ceil(max_keys, FLASH_SPLIT_KEYS)))
-    return max(1, min(MAX_SPLITS, _ceil(max_keys, SPLIT_KEYS)))
+    """Splits of a decode step that sees at most max_keys keys: 1 up to 64 keys, then one per 64, at most 64; flash: per 128, at most 32;
+    wgmma: per 128, at most 16. Capacity alone decides, never the batch: a row gives the same bits alone and with others.
+    """
+    keys, most = (FLASH_SPLIT_KEYS, FLASH_MAX_SPLITS) if variant in FLASH else (WGMMA_SPLIT_KEYS, WGMMA_MAX_SPLITS) if variant in WGMMA else (SPLIT_KEYS, MAX_SPLITS)
+    return max(1, min(most, _ceil(max_keys, keys)))
 
 
 def flash_fits(d: int, r: int) -> bool:
@@ -101,7 +103,7 @@ def sparse_attn(
     entry numbers read; -1 = none. Variants: naive, tile, mma (16 heads on the tensor cores; default from 16 heads on),
     flash (d 128 or 512, r 64), flash_p_bf16 (the same, p rounded to bf16). Of the last two: done [merge_counters(T, h)] i32,
     zero before and after: splits are merged in the same launch, not by a second one; heads_per_block: None chooses by shape.
-    wgmma, wgmma_p_bf16 (sm_90a, d 512, r 64, one split): 64 heads of a query at a time on Hopper's tensor cores.
+    wgmma, wgmma_p_bf16 (sm_90a, d 512, r 64): 64 heads of a query at a time on Hopper's tensor cores, at least 128 keys a split.
     """
     T, h, d = q.shape
     b, slots, size = ring.shape
@@ -130,10 +132,11 @@ def sparse_attn(
     _need(which in FLASH or (done is None and heads_per_block is None), name, f"done and heads_per_block are for {', '.join(FLASH)}, not {which}")
     if which in FLASH:
         _need(flash_fits(d, r), name, f"{which} is built for d in {list(FLASH_HEADS)} and r = {FLASH_ROTARY}, not d = {d}, r = {r}")
-        _need(splits <= MAX_SPLITS, name, f"{splits} splits, {which} takes at most {MAX_SPLITS}")
     if which in WGMMA:
         _need(wgmma_fits(d, r), name, f"{which} is built for d = {WGMMA_DIM} and r = {WGMMA_ROTARY}, not d = {d}, r = {r}")
-        _need(splits == 1, name, f"{splits} splits, {which} has one")
+    if which in FLASH or which in WGMMA:
+        _need(splits <= MAX_SPLITS, name, f"{splits} splits, {which} takes at most {MAX_SPLITS}")
+        _need((ring.data_ptr() | (0 if entries is None else entries.data_ptr())) % 8 == 0, name, "ring and entries begin at multiples of 8 bytes")
     if not T:
         return
 
@@ -148,32 +151,36 @@ def sparse_attn(
     if which == "naive":
         dev.launch(name, "sparse_attn_naive", (T, h), (32,), (*keys, sink, out, visible, *sizes, *where, out_stride, *seen), 8 * d)
         return
+    if splits > 1:
+        if part_o is None or part_ml is None:
+            raise KernelError(f"{name}: {splits} splits need part_o and part_ml")
+        _shape(name, "part_o", part_o, T, splits, h, d)
+        _shape(name, "part_ml", part_ml, T, splits, h, 2)
+        _packed(name, part_o=part_o, part_ml=part_ml, done=done)
+        wide = which in FLASH or which in WGMMA
+        _need(not wide or (part_o.data_ptr() | part_ml.data_ptr()) % 16 == 0, name, "part_o and part_ml begin at multiples of 16 bytes")
+        _need(done is None or done.numel() >= merge_counters(T, h), name, f"done has {0 if done is None else done.numel()} elements, expected {merge_counters(T, h)}")
+    count = listed if selected is not None else -1
+    merging = (part_o, part_ml, sink, position, out, h, d, splits, window, count, capacity, ratio, out_stride)  # of flash and wgmma
     if which in FLASH:
-        _need((ring.data_ptr() | (0 if entries is None else entries.data_ptr())) % 8 == 0, name, "ring and entries begin at multiples of 8 bytes")
         heads = heads_per_block or flash_heads(d, T, h, splits, window + (listed if selected is not None else capacity))
         _need(heads in FLASH_HEADS[d], name, f"{which} with {heads} heads a block, at d = {d} there are {list(FLASH_HEADS[d])}")
-        if splits > 1:
-            if part_o is None or part_ml is None:
-                raise KernelError(f"{name}: {splits} splits need part_o and part_ml")
-            _shape(name, "part_o", part_o, T, splits, h, d)
-            _shape(name, "part_ml", part_ml, T, splits, h, 2)
-            _packed(name, part_o=part_o, part_ml=part_ml, done=done)
-            _need((part_o.data_ptr() | part_ml.data_ptr()) % 16 == 0, name, "part_o and part_ml begin at multiples of 16 bytes")
-            _need(done is None or done.numel() >= merge_counters(T, h), name, f"done has {0 if done is None else done.numel()} elements, expected {merge_counters(T, h)}")
         counters = done if splits > 1 else None
         args = (*keys, sink, out, part_o, part_ml, counters, visible, h, slots, window, listed, capacity, ratio, d**-0.5, *where, out_stride, *seen)
         dev.launch("sparse_attn_decode", f"flash_{d}_h{heads}_p{FLASH[which]}", (T, _ceil(h, heads), splits), (256,), args, flash_shared(d, heads, FLASH[which]))
         if splits > 1 and done is None:
-            count = listed if selected is not None else -1
-            args = (part_o, part_ml, sink, position, out, h, d, splits, window, count, capacity, ratio, out_stride)
-            dev.launch("sparse_attn_decode", "sparse_attn_combine", (T, h), (d // 4,), args)
+            dev.launch("sparse_attn_decode", "sparse_attn_combine", (T, h), (d // 4,), merging)
         return
     if which in WGMMA:
-        _need((ring.data_ptr() | (0 if entries is None else entries.data_ptr())) % 8 == 0, name, "ring and entries begin at multiples of 8 bytes")
         blocks_at_once = torch.cuda.get_device_properties(dev.torch_device).multi_processor_count if dev.torch_device.type == "cuda" else 3
         args = (*keys, sink, out, visible, *sizes, *where, out_stride, *seen, T)
-        kernel = "sparse_attn_wgmma" if WGMMA[which] == 2 else "sparse_attn_wgmma_p_bf16"
-        dev.launch("sparse_attn_wgmma", kernel, (min(blocks_at_once, T * _ceil(h, WGMMA_HEADS)),), (384,), args, WGMMA_SHARED)
+        rounds = "" if WGMMA[which] == 2 else "_p_bf16"
+        grid = (min(blocks_at_once, T * _ceil(h, WGMMA_HEADS) * splits),)
+        if splits == 1:
+            dev.launch("sparse_attn_wgmma", f"sparse_attn_wgmma{rounds}", grid, (384,), args, WGMMA_SHARED)
+            return
+        dev.launch("sparse_attn_wgmma", f"sparse_attn_wgmma_split{rounds}", grid, (384,), (*args, splits, part_o, part_ml), WGMMA_SHARED)
+        dev.launch("sparse_attn_wgmma", "sparse_attn_combine", (T, h), (d // 4,), merging)
         return
     group = MMA_HEADS if which == "mma" else min(h, HEADS_PER_BLOCK)
     width = _ceil(d, 16) * 16
@@ -187,11 +194,6 @@ def sparse_attn(
         args = (*keys, sink, out, visible, *sizes, *where, out_stride, *seen, group)
         dev.launch(name, f"sparse_attn_{which}", blocks, (128,), args, shared)
         return
-    if part_o is None or part_ml is None:
-        raise KernelError(f"{name}: {splits} splits need part_o and part_ml")
-    _shape(name, "part_o", part_o, T, splits, h, d)
-    _shape(name, "part_ml", part_ml, T, splits, h, 2)
-    _packed(name, part_o=part_o, part_ml=part_ml)
     dev.launch(name, f"sparse_attn_split_{which}", (*blocks, splits), (128,), (*keys, part_o, part_ml, visible, *sizes, *where, *seen, group), shared)
     block = 32 if d <= 256 else 64 if d <= 512 else 128
     dev.launch(name, "sparse_attn_combine", (T, h), (block,), (part_o, part_ml, sink, position, out, h, d, splits, out_stride))
