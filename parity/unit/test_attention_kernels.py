@@ -105,7 +105,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Check]] = {
     "sum not rescaled with the maximum": ("sparse_attn.cu", "s.sum[tid] = s.sum[tid] * s.rescale[tid] + added;", "s.sum[tid] = s.sum[tid] + added;", PREFILL),
     "sink of the first head for all": ("sparse_attn.cu", "exp_below(sink[head0 + h], with_sink)", "exp_below(sink[head0], with_sink)", PREFILL),
     "the leading part of p is lost": ("sparse_attn.cu", "for (int part = 2; part >= 0; part--)", "for (int part = 2; part > 0; part--)", TENSOR_CORES),
-    "flash: sink counted per split": ("sparse_attn_flash.cuh", "denominator += l[s * stride] * share;", "denominator += l[s * stride] * share + (s ? exp_below(sink, largest) : 0.f);", FLASH_SINK),
+    "flash: sink counted per split": ("sparse_attn_splits.cuh", "denominator += l[s * stride] * share;", "denominator += l[s * stride] * share + (s ? exp_below(sink, largest) : 0.f);", FLASH_SINK),
     "flash: sums not rescaled with the maximum": ("sparse_attn_flash.cuh", "if (__any_sync(FULL_MASK, upper != 1.f || lower != 1.f))", "if (tile < 0)", FLASH),
     "flash: the second part of p is lost": ("sparse_attn_flash.cuh", "x[2 * j] -= bf16_low(pair), x[2 * j + 1] -= bf16_high(pair);", "x[2 * j] = x[2 * j + 1] = 0.f;", FLASH_P),
     "flash: the second half of the dims is lost": ("sparse_attn_flash.cuh", "(a.x + b.x) * scale", "a.x * scale", FLASH),
