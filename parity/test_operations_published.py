@@ -158,9 +158,24 @@ def fp32_without_tf32_and_guards(device, hostile):
 
 @contextlib.contextmanager
 def on(world: World) -> Iterator[None]:
-    """The reference's functions make their small tables where the inputs are."""
-    with torch.device(world.at):
+    """The reference's functions make their small tables where the inputs are, and powers of two are exact there too."""
+    powers = world.keep("powers of two", lambda: torch.ldexp(torch.ones(601), torch.arange(-300, 301)).to(world.at))
+
+    def exact_ldexp(x: Tensor, exponent: Tensor) -> Tensor:  # torch's own takes a power, which a GPU need not round exactly
+        scaled: Tensor = x * powers[(exponent.clamp(-300, 300) + 300).long()]
+        return scaled
+
+    with torch.device(world.at), pytest.MonkeyPatch.context() as patch:
+        if world.at.type != "cpu":
+            patch.setattr(torch, "ldexp", exact_ldexp)
         yield
+
+
+def test_powers_of_two_are_exact_where_the_reference_runs(world, equal):
+    exponents = torch.arange(-160, 140)
+    with on(world):
+        found = torch.ldexp(torch.ones(len(exponents), device=world.at), exponents.to(world.at))
+    equal("act_quant", "powers of two of the reference", found, lambda: torch.tensor([2.0**n if n < 128 else INF for n in exponents.tolist()], dtype=F64).float())
 
 
 @pytest.fixture
