@@ -1,10 +1,10 @@
 """Decode attention of Flash (64 heads) and Pro (128): window and a list of entries (CSA), or all entries of a million tokens (HCA).
 
-    python -m bench.attention_decode --out DIR        # about 40 s on the card
-    python -m bench.attention_decode --device cpu     # checks only, small shapes
+    python -m bench.attention_decode --out DIR        # about 30 s on the card
+    python -m bench.attention_decode --device cpu     # checks only, small shapes, Hopper's instructions emulated
 
-Each output is compared with FP64 torch; blocks of 16, 32 and 64 heads, and one launch or two, must give the same bits. A variant's
-name says heads of a block, splits, parts of p, and `one launch` where the last block merges. Public times: docs in bench/RESULTS.md.
+Each output is compared with FP64 torch; blocks of 16, 32 and 64 heads, one launch or two, and a row alone or with others must give
+the same bits. A variant's name says heads of a block, splits, parts of p, and `one launch` where the last block merges.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from torch import Tensor
 
 from bench.harness import Bench
 from production import ops
-from production.ops.sparse_attn import FLASH_TILE_US, SMS, flash_heads
+from production.launch import open_device
+from production.ops.sparse_attn import FLASH_BLOCK_US, FLASH_TILE_US, SMS, WGMMA, flash_heads
 
 D, R, WINDOW, SLOTS, LIMIT = 512, 64, 128, 640, 4e-3
-LAUNCH_US, BLOCK_US, MERGE_US = 2.0, 3.5, 2.5  # predicted: of the launch, of a block's first keys, of merging
+LAUNCH_US, MERGE_US = 2.0, 2.5  # predicted: of the launches, of merging
+PAIR_US, START_US, ITEM_US = {"wgmma": 4.6, "wgmma_p_bf16": 3.2}, 4.5, 2.5  # predicted of wgmma: two tiles, the first keys, an item besides its tiles
+MERGED_TB_S = 3.5  # predicted: how fast what splits leave is written and read
 HEADS, LISTED = {"Flash": 64, "Pro": 128}, {"Flash": 512, "Pro": 1024}
 CSA_CAPACITY, HCA_CAPACITY, HCA_ENTRIES = 16_384, 8192, 7813
 PUBLIC_US = {
@@ -40,15 +43,15 @@ class Way:
     merged: bool = False
 
 
-# Besides the shipped choice. Batch 1 wants many blocks, batch 64 few parts to merge.
+# Besides what a model takes of flash and wgmma: batch 1 wants many splits, batch 64 few. Of Flash and Pro; flash again of Flash only.
 WAYS: dict[tuple[str, int], Sequence[Way]] = {
-    ("CSA", 1): [Way(heads=16, splits=n, merged=m) for n in (5, 10) for m in (False, True)] + [Way(heads=32, splits=10), Way(heads=64, splits=10), Way("flash_p_bf16", 16, 10), Way("mma", splits=10)],
-    ("CSA", 8): [Way(heads=16, splits=5), Way(heads=32, splits=5), Way(heads=32, splits=5, merged=True), Way(heads=32, splits=10), Way(heads=64, splits=10)],
-    ("CSA", 64): [Way(heads=64, splits=n) for n in (1, 2, 3, 5)] + [Way(heads=64, splits=5, merged=True), Way("flash_p_bf16", 64, 2), Way("mma", splits=10)],
-    ("HCA", 1): [Way(heads=16, splits=n) for n in (8, 16, 32)] + [Way(heads=16, splits=16, merged=True), Way(heads=32, splits=32), Way(heads=64, splits=64), Way("mma", splits=64)],
-    ("HCA", 8): [Way(heads=16, splits=16), Way(heads=32, splits=8), Way(heads=32, splits=16), Way(heads=64, splits=16), Way(heads=64, splits=16, merged=True)],
-    ("HCA", 64): [Way(heads=64, splits=n) for n in (2, 8, 16)] + [Way(heads=64, splits=n, merged=True) for n in (8, 16)] + [Way("flash_p_bf16", 64, 8)],
-}  # fmt: skip
+    ("CSA", 1): [*(Way("wgmma", splits=n) for n in (2, 3, 10)), Way("flash", 16, 10)],
+    ("CSA", 8): [*(Way("wgmma", splits=n) for n in (1, 2, 3)), Way("wgmma_p_bf16")],
+    ("CSA", 64): [*(Way("wgmma", splits=n) for n in (1, 2, 3)), Way("wgmma_p_bf16", splits=1), Way("wgmma_p_bf16"), Way("flash", 64, 2)],
+    ("HCA", 1): [*(Way("wgmma", splits=n) for n in (8, 21, 32, 63)), Way("wgmma_p_bf16"), Way("flash", 16, 16)],
+    ("HCA", 8): [*(Way("wgmma", splits=n) for n in (8, 32)), Way("wgmma_p_bf16"), Way("flash", 64, 16)],
+    ("HCA", 64): [*(Way("wgmma", splits=n) for n in (2, 4, 8, 32)), *(Way("wgmma_p_bf16", splits=n) for n in (4, 16))],
+}
 
 
 class World:
@@ -79,7 +82,7 @@ class World:
         self.q[:, ::5] *= 4  # heads that look at few keys
         self.q = self.q.bfloat16()
         self.sink = 2 * torch.randn(h, generator=rng, device=where)
-        self.out = torch.empty_like(self.q)
+        self.out, self.alone = torch.empty_like(self.q), torch.empty_like(self.q[:1])
         self.judged = sorted({0, self.T // 2, self.T - 1})
         self.want = torch.stack([self.expected(t) for t in self.judged])
         self.bits: dict[tuple[str, int], Tensor] = {}
@@ -125,7 +128,7 @@ class World:
         bench, max_keys = self.bench, WINDOW + self.columns
         splits = (ops.splits_for(max_keys, way.variant) if decode else 1) if way.splits is None else way.splits
         flash = way.variant.startswith("flash")
-        heads = (way.heads or flash_heads(D, self.T, self.h, splits, max_keys)) if flash else 16
+        heads = (way.heads or flash_heads(D, self.T, self.h, splits, max_keys)) if flash else 64 if way.variant in WGMMA else 16
         shown = f"{way.variant} h{heads} s{splits}{' one launch' if way.merged else ''}{' (shipped)' if way.heads is way.splits is None else ''}"
         if not bench.wants(kernel, shown, shape):
             return
@@ -149,18 +152,29 @@ class World:
             error = float(((got - self.want).norm(dim=-1) / self.want.norm(dim=-1)).max())
             first = self.bits.setdefault((way.variant, splits), self.out.clone())
             same = torch.equal(first.view(torch.int16), self.out.view(torch.int16)) and (done is None or not bool(done.any()))
+            if self.T > 1 and not flash:  # the last row again, alone
+                part_o, part_ml = (None if x is None else x[:1] for x in scratch)
+                ops.sparse_attn(
+                    bench.device, self.q[-1:], self.ring, self.ring_position, self.entries, None if self.selected is None else self.selected[-1:],
+                    self.position[-1:], self.row[-1:], self.sink, self.alone, WINDOW, self.ratio, splits, part_o, part_ml, None, way.variant,
+                )  # fmt: skip
+                same = same and torch.equal(self.alone.view(torch.int16), self.out[-1:].view(torch.int16))
             return (error if same and bool(self.out.isfinite().all()) else float("inf")), LIMIT
 
         bench.case(
             kernel, shown, shape, run, check, bytes=self.b * self.keys * self.ring.shape[-1] + 4 * self.T * self.h * D, flops=4.0 * self.T * self.h * self.keys * D,
-            public_us=public_us, predicted_us=self.predicted(heads, splits, way.variant) if flash else None,
+            public_us=public_us, predicted_us=self.predicted(heads, splits, way.variant) if flash or way.variant in WGMMA else None,
         )  # fmt: skip
 
     def predicted(self, heads: int, splits: int, variant: str) -> float:
-        """Waves of blocks, each a start and tiles one after the other; one part of p instead of two saves a quarter of a tile."""
-        tiles, blocks = -(-self.keys // splits // 64), self.T * splits * -(-self.h // heads)
-        us = FLASH_TILE_US[heads] * (0.77 if variant == "flash_p_bf16" else 1)
-        return LAUNCH_US + -(-blocks // SMS) * (BLOCK_US + max(1, tiles) * us) + (MERGE_US if splits > 1 else 0)
+        """Rounds of blocks, each a start and tiles one after the other, and what splits leave, written and read once."""
+        left = 4.0 * self.T * min(splits, -(-self.keys // 64)) * self.h * D * (splits > 1)
+        merging = (MERGE_US + left / MERGED_TB_S * 1e-6) if splits > 1 else 0.0
+        rounds = -(-self.T * splits * -(-self.h // heads) // SMS)
+        if variant in WGMMA:
+            return LAUNCH_US + START_US + rounds * (ITEM_US + max(1, -(-self.keys // splits // 128)) * PAIR_US[variant]) + merging
+        us = FLASH_TILE_US[heads] * (0.8 if variant == "flash_p_bf16" else 1)
+        return LAUNCH_US + rounds * (FLASH_BLOCK_US + max(1, -(-self.keys // splits // 64)) * us) + merging
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -170,6 +184,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     bench = Bench("attention_decode", options=options)
     small = bench.small
+    if small and not bench.args.checked:
+        bench.device = open_device("cpu", emulate="sm_90a")
 
     def world(model: str, source: str, b: int, T: int | None = None) -> World:
         h, listed = HEADS[model], LISTED[model] if source == "CSA" else None
@@ -186,30 +202,21 @@ def main() -> None:
         for model in HEADS:
             for source in ("CSA", "HCA"):
                 shape = shape_of(model, source, b)
-                if not any(bench.wants("decode attention", way.variant, shape) for way in (Way(), *WAYS[source, b])):
+                if not any(bench.wants("decode attention", way.variant, shape) for way in (Way(), Way("wgmma"), *WAYS[source, b])):
                     continue
                 with bench.section(shape):
                     here = world(model, source, b)
-                    ways = WAYS[source, b] if model == "Flash" else [way for way in WAYS[source, b] if way.variant == "flash"][::2]
-                    for way in (Way(), *(ways[:2] if small else ways)):
+                    ways = [way for way in WAYS[source, b] if model == "Flash" or way.variant in WGMMA]
+                    for way in (Way(), Way("wgmma"), *((Way("wgmma", splits=2), Way("wgmma_p_bf16")) if small else ways)):
                         here.case(way, "decode attention", shape, PUBLIC_US[model, source][b])
                     del here
     with bench.section("short context"):  # nearly all splits of the capacity are empty
         for b in bench.args.batch:
             shape = f"Flash HCA 128+31 of {HCA_CAPACITY}, b {b}"
-            if bench.wants("decode attention", "flash", shape):
+            if bench.wants("decode attention", "flash", shape) or bench.wants("decode attention", "wgmma", shape):
                 here = World(bench, 2 if small else b, 24 if small else 64, 500 if small else HCA_CAPACITY, 31, 128, None, seed=b)
-                for merged in (False, True):
-                    here.case(Way(merged=merged), "decode attention", shape, None)
-                del here
-    with bench.section("prefill"):
-        chunk = 4096
-        for model, source, public in (("Flash", "CSA", 685.0), ("Pro", "CSA", 2210.0), ("Flash", "HCA", 6399.0)):
-            shape = f"{model} {source}, {chunk} queries"
-            if bench.wants("prefill attention", "flash", shape):
-                here = world(model, source, 1, chunk)
-                for variant in ("flash", "flash_p_bf16"):
-                    here.case(Way(variant), "prefill attention", shape, public, decode=False)
+                for way in (Way(), Way("wgmma")):
+                    here.case(way, "decode attention", shape, None)
                 del here
     bench.finish()
 

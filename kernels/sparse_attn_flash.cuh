@@ -257,7 +257,9 @@ template <int D, int HEADS, int PARTS> __device__ __forceinline__ void flash_blo
     prefetch_global(a.sink + head0);
     if (a.done) prefetch_global(a.done + token * gridDim.y + blockIdx.y);
   }
-  load_queries<S, D, HEADS>(query, a.q + token * a.q_stride + (long long)head0 * D, here);
+  // Where many blocks wait for their turn, those that may have no keys ask for the queries when they know.
+  const bool early = split == 0 || gridDim.x * gridDim.y * gridDim.z <= 264;
+  if (early) load_queries<S, D, HEADS>(query, a.q + token * a.q_stride + (long long)head0 * D, here);
   cp_async_commit();
   if ((p | batch) < 0) {  // a pad; the row of a token is not negative
     cp_async_wait<0>();
@@ -271,6 +273,8 @@ template <int D, int HEADS, int PARTS> __device__ __forceinline__ void flash_blo
     cp_async_wait<0>();
     return;
   }
+  if (!early) load_queries<S, D, HEADS>(query, a.q + token * a.q_stride + (long long)head0 * D, here);
+  cp_async_commit();
   const int begin = split * part.keys, end = min(keys.total, begin + part.keys);
 
   // Where key i lies; e as find_key takes it. Threads 0 .. KEYS - 1.
