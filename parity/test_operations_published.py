@@ -665,7 +665,7 @@ def test_sparse_attn(kind, world, T, variant, device, hostile, compare, equal):
     keys: Attending = world.keep(("attention", kind, T), lambda: Attending(world, kind, T))
     h, d = keys.h, keys.d
     width = keys.window + (0 if not keys.ratio else keys.capacity if keys.selected is None else keys.selected.shape[1])
-    splits = ops.splits_for(width, variant) if keys.decode and variant != "naive" and not variant.startswith("wgmma") else 1
+    splits = ops.splits_for(width, variant) if keys.decode and variant != "naive" else 1
     real, rounds = keys.position >= 0, variant.endswith("p_bf16")
     for merged in (False, True) if splits > 1 and variant.startswith("flash") else (False,):
         out, visible = hostile.poisoned((T, h, d), BF16), hostile.poisoned((T, width), I32).fill_(-7)
