@@ -357,18 +357,19 @@ template <int BLOCK> struct Stream {
     count += all(s.tile[turn]);
     if (sparse) {
       const int second = (int)(totals & 0xffu), third = second + (int)(totals >> 8 & 0xffu), fourth = third + (int)(totals >> 16 & 0xffu);
+#pragma unroll 1
       for (unsigned rest = mask; rest != 0u; rest &= rest - 1u) {
         const int i = __ffs((int)rest) - 1, j = i >> 2;
-        float v[HELD];  // halved until one is left: registers have no run-time index
+        float of_8[8], of_4[4], of_2[2];  // registers have no run-time index
 #pragma unroll
-        for (int n = 0; n < HELD; n++) v[n] = scores[n];
+        for (int n = 0; n < 8; n++) of_8[n] = i & 8 ? scores[n + 8] : scores[n];
 #pragma unroll
-        for (int half = HELD / 2; half > 0; half /= 2)
+        for (int n = 0; n < 4; n++) of_4[n] = i & 4 ? of_8[n + 4] : of_8[n];
 #pragma unroll
-          for (int n = 0; n < half; n++) v[n] = i & half ? v[n + half] : v[n];
+        for (int n = 0; n < 2; n++) of_2[n] = i & 2 ? of_4[n + 2] : of_4[n];
         const int start = quad_start + (j & 2 ? j & 1 ? fourth : third : j & 1 ? second : 0) + (int)(earlier >> 8 * j & 0xffu);
         const int at = start + __popc(mask >> 4 * j & ((1u << (i & 3)) - 1u));
-        keys[at] = sort_key(v[0]);
+        keys[at] = sort_key(i & 1 ? of_2[1] : of_2[0]);
         entries[at] = place + 4 * j * WARP + (i & 3);
       }
     } else if (mask) {

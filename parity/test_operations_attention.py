@@ -505,6 +505,30 @@ def test_topk_of_rows_in_parts(threads, parts, kind, device, hostile, judge):
     hostile.check_guards()
 
 
+@pytest.mark.parametrize(("threads", "parts"), [(512, 1), (512, 4), (1024, 1), (1024, 2)], ids=str)
+def test_topk_of_rows_unlike_their_samples(threads, parts, device, hostile, judge):
+    """A long row's bound is guessed from the quads of 16 bytes taken here. 24 large entries are all in such quads, k = 32: the guess
+    is above the k-th. In the second row they are where a guess never looks, so it is far below; the third rises to its end."""
+    E, k = 32_771, 32
+    score = torch.randn(3, E, generator=generator(37)).clamp_(max=3)
+    score[2] = torch.arange(E).float()
+    rows = hostile.strided(score)
+    lead = rows.data_ptr() // 4 % 4
+    sampled = [1 + i * ((lead + E) // 4 - 1) // threads for i in range(0, threads, threads // 6)][:6]
+    high = torch.cat([torch.arange(4 * q, 4 * q + 4) for q in sampled]) - lead
+    score[0, high] = torch.linspace(5, 9, 24)
+    score[1, high + 4] = torch.linspace(5, 9, 24)
+    rows.copy_(score)
+    counters, scratch = torch.zeros(3, dtype=I32, device=rows.device), hostile.poisoned((3 * parts * list_numbers(k),), I32).fill_(0x7F000000)
+    selected = hostile.poisoned((2, 3, k), I32).fill_(-7)
+    for call in selected:
+        ops.topk(device, rows, hostile.packed(ints([4 * E - 1] * 3)), call, 4, "stream" if threads == 512 else "stream_1024", counters, scratch, parts)
+    judge("topk", f"{threads} threads, {parts} parts, unlike its samples", selected, exact=True,
+          reference=lambda: torch.stack([torch.stack([row.sort(descending=True, stable=True).indices[:k].sort().values for row in score]).to(I32)] * 2))  # fmt: skip
+    assert not counters.any(), "a counter was left behind"
+    hostile.check_guards()
+
+
 @pytest.mark.parametrize("variant", ["radix", "stream"])
 def test_topk_takes_nan_as_the_largest(variant, device, hostile, judge):
     E, k = 9000, 512

@@ -32,6 +32,8 @@ STORE_KEYS: Check = (checks.test_store_index_keys_packs_the_low_nibble_first, {"
 HADAMARD: Check = (checks.test_hadamard_e2m1_rounds_to_bf16_and_then_to_e2m1, {"di": 64, "variant": "butterfly"})
 TIES: Check = (checks.test_topk_is_the_exact_set, {"kind": "ties", "variant": "radix"})
 ZEROS: Check = (checks.test_topk_is_the_exact_set, {"kind": "zeros of both signs", "variant": "radix"})
+UNLIKE: Check = (checks.test_topk_of_rows_unlike_their_samples, {"threads": 512, "parts": 4})
+UNLIKE_ALONE: Check = (checks.test_topk_of_rows_unlike_their_samples, {"threads": 512, "parts": 1})
 STREAM: Check = (checks.test_topk_of_rows_in_parts, {"threads": 512, "parts": 4, "kind": "clustered"})
 PREFILL: Check = (checks.test_sparse_attn_at_the_edges, {"source": "CSA list", "shape": "17 heads, d=70", "way": "one kernel"})
 DECODE: Check = (checks.test_sparse_attn_at_the_edges, {"source": "HCA all", "shape": "tiny", "way": "2 splits"})
@@ -65,6 +67,8 @@ CLEAN: dict[str, Check] = {
     **{f"indexer {v}": (checks.test_indexer_score_looks_at_complete_entries_only, {**INDEXER, "variant": v}) for v in ("naive", "entries", "mma")},
     "topk": TIES,
     "topk in parts": STREAM,
+    "topk, a wrong guess": UNLIKE,
+    "topk, a wrong guess in one part": UNLIKE_ALONE,
     "topk naive": (checks.test_topk_is_the_exact_set, {"kind": "random", "variant": "naive"}),
     "attention, one kernel": PREFILL,
     "attention, splits": HOLES,
@@ -126,6 +130,8 @@ MUTATIONS: dict[str, tuple[str, str, str, Check]] = {
     "one tie too many": ("topk.cu", "ties++ < rest", "ties++ <= rest", TIES),
     "one tie too few of a part": ("topk.cu", "(same[j] >> lane & 1u) && ties < cut.ties", "(same[j] >> lane & 1u) && ties + 1 < cut.ties", STREAM),
     "a list one entry short": ("topk.cu", "if (tid == 0) list[0] = count,", "if (tid == 0) list[0] = count - 1,", STREAM),
+    "a guessed bound is not doubted": ("topk.cu", "merging = shared.counted >= k;", "merging = true;", UNLIKE),
+    "a guessed bound of a row in one part is not doubted": ("topk.cu", "if (count >= k) break;", "break;", UNLIKE_ALONE),
     "-0 below +0": ("topk.cu", "__float_as_uint(score + 0.f)", "__float_as_uint(score)", ZEROS),
     "comb not transposed": ("hyper_connection.cu", "sum[k] = fmaf(mixing[i * n + j]", "sum[k] = fmaf(mixing[j * n + i]", HC_POST),
     "comb not transposed, at once": ("hyper_connection_split.cu", "sum = fmaf(m.comb[1][j], x1, sum);", "sum = fmaf(m.comb[j][1], x1, sum);", SPLIT),
