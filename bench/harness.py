@@ -46,6 +46,7 @@ class Row:
     floor_us              given, or max(bytes at the copy rate, flops at the MMA rate); share: computed floor / us
     public_us, predicted_us   for comparison, given
     error, limit          worst of the two checks
+    value, of, predicted  something else that was measured, its unit, and what was expected of it
     launches              of this project's kernels in one call; kernels: which, with build and compiler's report
     """
 
@@ -66,6 +67,9 @@ class Row:
     predicted_us: float | None = None
     error: float | None = None
     limit: float | None = None
+    value: float | None = None
+    of: str = ""
+    predicted: float | None = None
     launches: int = 0
     kernels: list[dict[str, Any]] = field(default_factory=list)
 
@@ -76,13 +80,13 @@ class Column:
     cell: Callable[[Row], str]
 
 
-def _number(value: float | None, digits: int = 4) -> str:
+def number(value: float | None, digits: int = 4) -> str:
     if value is None:
         return "-"
     return f"{value:.{digits}g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
-def _ratio(a: float | None, b: float | None) -> str:
+def ratio(a: float | None, b: float | None) -> str:
     return f"{a / b:.2f}" if a is not None and b else "-"
 
 
@@ -94,16 +98,17 @@ COLUMNS = (
     Column("kernel", lambda r: r.kernel),
     Column("variant", lambda r: r.variant),
     Column("shape", lambda r: r.shape),
-    Column("us", lambda r: _number(r.us)),
+    Column("measured", lambda r: "-" if r.value is None else f"{number(r.value)} {r.of}".rstrip()),
+    Column("us", lambda r: number(r.us)),
     Column("+-%", lambda r: "-" if r.spread is None else f"{100 * r.spread:.1f}"),
-    Column("floor us", lambda r: _number(r.floor_us, 3)),
-    Column("x floor", lambda r: _ratio(r.us, r.floor_us)),
-    Column("public us", lambda r: _number(r.public_us)),
-    Column("x public", lambda r: _ratio(r.us, r.public_us)),
+    Column("floor us", lambda r: number(r.floor_us, 3)),
+    Column("x floor", lambda r: ratio(r.us, r.floor_us)),
+    Column("public us", lambda r: number(r.public_us)),
+    Column("x public", lambda r: ratio(r.us, r.public_us)),
     Column("% ceiling", lambda r: "-" if r.share is None else f"{100 * r.share:.1f}"),
-    Column("predicted", lambda r: _number(r.predicted_us)),
-    Column("warm us", lambda r: _number(r.warm_us)),
-    Column("error / limit", lambda r: "not checked" if r.error is None else f"{_number(r.error, 3)} / {_number(r.limit, 3)}"),
+    Column("predicted", lambda r: number(r.predicted_us if r.value is None else r.predicted)),
+    Column("warm us", lambda r: number(r.warm_us)),
+    Column("error / limit", lambda r: ("not checked" if r.value is None else "-") if r.error is None else f"{number(r.error, 3)} / {number(r.limit, 3)}"),
     Column("launches", lambda r: str(r.launches)),
     Column("state", lambda r: r.state),
     Column("registers @ build", _resources),
@@ -199,7 +204,7 @@ class Bench:
             except Exception as error:
                 row.state, row.message = "failed", f"{type(error).__name__}: {error}"
                 self._record_error(f"{kernel} {variant} {shape}")
-        print(f"  {row.kernel} {row.variant} | {row.shape} | {_number(row.us)} us | {row.state}{': ' + row.message if row.message else ''}", flush=True)
+        print(f"  {row.kernel} {row.variant} | {row.shape} | {number(row.us)} us | {row.state}{': ' + row.message if row.message else ''}", flush=True)
         self.write()
         return row
 
@@ -218,7 +223,17 @@ class Bench:
             except Exception as error:
                 row.state, row.message = "failed", f"{type(error).__name__}: {error}"
                 self._record_error(f"{kernel} {variant} {shape}")
-        print(f"  {kernel} {variant} | {shape} | error {_number(row.error)}, limit {_number(row.limit)} | {row.state}{': ' + row.message if row.message else ''}", flush=True)
+        print(f"  {kernel} {variant} | {shape} | error {number(row.error)}, limit {number(row.limit)} | {row.state}{': ' + row.message if row.message else ''}", flush=True)
+        self.write()
+        return row
+
+    def record(self, kernel: str, variant: str, shape: str, value: float, of: str, predicted: float | None = None) -> Row | None:
+        """A row for a number that nobody judges: a rate, a size. predicted: what was expected before the run."""
+        if not self.wants(kernel, variant, shape):
+            return None
+        row = Row(kernel, variant, shape, state="ok", value=float(value), of=of, predicted=predicted)
+        self.rows.append(row)
+        print(f"  {kernel} {variant} | {shape} | {number(row.value)} {of}{'' if predicted is None else f', predicted {number(predicted)}'}", flush=True)
         self.write()
         return row
 

@@ -249,6 +249,10 @@ def test_a_run_goes_to_the_limit_and_is_refused_one_token_more(tmp_path, capsys,
     assert out.count("raise --max-context to at least 321") == 3
     assert ("were NOT computed" in out) == bool(argv)
     assert content["facts"]["eager_allocations"] == content["facts"]["captured_allocations"] == 0
+    rates = {row["kernel"]: (row["value"], row["of"]) for row in content["rows"] if row["value"] is not None}
+    assert rates["prefill, all calls"][1] == "tokens/s"
+    assert {rates[f"{how} steps"][1] for how in ("eager", "captured")} == {"ms a step"}
+    assert all(value > 0 for value, _ in rates.values())
 
 
 def test_a_run_that_is_cut_off_tells_how_far_it_came(tmp_path, capsys) -> None:
@@ -258,6 +262,13 @@ def test_a_run_that_is_cut_off_tells_how_far_it_came(tmp_path, capsys) -> None:
     wrong = [row["kernel"] for row in content["rows"] if row["state"] == "wrong"]
     assert wrong == ["prefill, tokens not taken", "tokens short of the limit"]
     assert "cut off by --seconds" in capsys.readouterr().out
+
+
+def test_steps_end_when_their_time_is_over(tmp_path) -> None:
+    content = million_in_small(tmp_path, "--step-seconds", "0", "--steps", "24", "--tokens", "256")
+    assert content["code"] == 1
+    short = {row["kernel"]: row["error"] for row in content["rows"] if row["kernel"].endswith("not taken in --step-seconds")}
+    assert short == {"eager steps, not taken in --step-seconds": 10, "captured steps, not taken in --step-seconds": 10}
 
 
 def test_the_real_models_are_weighed_without_memory(tmp_path, capsys) -> None:
