@@ -59,8 +59,8 @@ class Plan:
 PORTABLE = Plan("portable", decode=Variants(linear="thin", experts="thin"), prefill=Variants(linear="mma", experts="mma"))
 FAST = Plan(
     "fast",
-    decode=Variants(linear="stream", experts="stream", topk="stream", indexer_score="int8", sparse_attn="flash", hyper_connection="split", at_once=True),
-    prefill=Variants(linear="tiles", experts="tiles", topk="stream", indexer_score="int8_tiles", sparse_attn="flash", hyper_connection="mma", at_once=True),
+    decode=Variants(linear="stream", experts="stream", topk="stream", indexer_score="wgmma", sparse_attn="flash", hyper_connection="split", at_once=True),
+    prefill=Variants(linear="tiles", experts="tiles", topk="stream", indexer_score="wgmma_tiles", sparse_attn="flash", hyper_connection="mma", at_once=True),
 )
 PLANS = {plan.name: plan for plan in (PORTABLE, FAST)}
 
