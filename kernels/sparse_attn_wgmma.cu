@@ -226,9 +226,17 @@ template <bool SPLIT> __device__ __forceinline__ void load(const Call &call) {
   int uses = 0, items = 0;  // of both stages, queries
   for (int number = blockIdx.x; number < call.tokens * head_blocks(call) * (SPLIT ? call.splits : 1); number += gridDim.x) {
     const Item item = item_of<SPLIT>(call, number);
-    const bool early = SPLIT && items == 0;  // queries of the first item are asked for before its position is known
-    if (early) start_queries(call, item, thread);
     const int p = call.position[item.token];
+    const bool early = SPLIT && items == 0;  // of the first item, queries and what else can be are asked for before p is known
+    if (early) {
+      if (call.selected) {  // the lines of this split's list, as if the window were full
+        const int listed = split_keys(call.window + call.listed, call.splits, 2 * KEYS).keys, i = item.split * listed - call.window + thread * 32;
+        if (thread * 32 < listed + 32 && i >= 0 && i < call.listed) prefetch_global(call.selected + item.token * call.selected_stride + i);
+      }
+      if (thread == 0) prefetch_global(call.row + item.token);
+      if (thread == WARP) prefetch_global(call.sink + item.head0);
+      start_queries(call, item, thread);
+    }
     if (p < 0) {
       if (early) cp_async_wait<0>();
       continue;
