@@ -112,6 +112,8 @@ def measure(bench: Bench, name: str, tokens: int, chunk: int) -> None:
     bench.judge("cache against promise, GB", name, shape, lambda: (cache.allocated / 1e9, PROMISE_BYTES / 1e9))
     bench.judge("indexer scores held at once, GB", name, shape, lambda: (scores / 1e9, SCORE_BYTES / 1e9))
     bench.judge("whole state against promise, GB", name, shape, lambda: (whole.allocated / 1e9, PROMISE_BYTES / 1e9))
+    for part in parts:
+        bench.record(f"{part.name}, allocated", name, shape, part.allocated / 1e9, "GB")
     bench.note(**{
         f"{name}, chunk {chunk}": {
             "tokens": tokens, "scores": scores, **{p.name: {"allocated": p.allocated, "reserved": p.reserved, "tensors": p.tensors} for p in parts},

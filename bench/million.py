@@ -298,7 +298,7 @@ class Run:
         spread = max(samples) - min(samples)
         print(f"{how}: {done} of {count} steps from {start:,}, {ms:.2f} ms a step, {source} {samples[0] / 1e9:.3f} GB, spread {spread / 1e6:.1f} MB over {len(samples)} samples, "
               f"{max(counted.count, counted.device_count)} allocations {list(dict.fromkeys(counted.operations))[:4]}", flush=True)  # fmt: skip
-        self.bench.note(**{f"{how}_ms_a_step": ms, f"{how}_samples": samples, f"{how}_allocations": counted.count, f"{how}_device_allocations": counted.device_count})
+        self.bench.note(**{f"{how}_ms_a_step": ms, f"{how}_first_sample": samples[0], f"{how}_last_sample": samples[-1], f"{how}_samples": len(samples), f"{how}_allocations": counted.count, f"{how}_device_allocations": counted.device_count})
         self.rate(f"{how} steps", ms, "ms a step")
         self.judge(f"{how} steps, not taken in --step-seconds", lambda: (count - done, 0.0))
         self.judge(f"{how} steps, {source} spread in MB", lambda: (spread / 1e6, FLAT_BYTES / 1e6))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -123,6 +125,33 @@ def test_results_go_above_older_ones(tmp_path) -> None:
     assert "| rms_norm | nan | 5 x 256 |" in text
     assert text.startswith("# Results\n\nNewest first.\n\n## ")
     assert text.endswith("## old\n\ntext\n")
+
+
+def result_of(*rows: harness.Row, **facts: Any) -> str:
+    names = ("card", "date", "driver", "torch", "cupy", "nvrtc", "commit", "tree")
+    return results.markdown({"bench": "example", "facts": dict.fromkeys(names, "x") | facts, "ceilings": None, "rows": [asdict(row) for row in rows], "errors": []})
+
+
+def test_results_show_the_fastest_right_variant_and_what_was_missed() -> None:
+    ok = partial(harness.Row, "mix", shape="b 1", state="ok", error=0.1, limit=1.0, public_us=10.0)
+    text = result_of(
+        ok(variant="slow", us=30.0, predicted_us=20.0), ok(variant="quick", us=12.0, predicted_us=8.0), ok(variant="usual", shape="b 8", us=9.0, predicted_us=8.0),
+        harness.Row("mix", "broken", "b 1", state="wrong", message="error 2, limit 1", us=1.0), harness.Row("rate", "quick", "all", state="ok", value=5.0, of="tokens/s", predicted=4.0),
+    )  # fmt: skip
+    assert "| mix | b 1 | quick | 12 | 10 | **1.20** | 8 | **1.50** | 0.1 / 1 | slow 30 (20) |" in text
+    assert "|  | b 8 | usual | 9 | 10 | 0.90 | 8 | 1.12 | 0.1 / 1 | - |" in text
+    assert "| rate | quick | all | 5 tokens/s | 4 | 1.25 |" in text
+    assert "* mix broken b 1: **wrong**: error 2, limit 1" in text
+    assert "4 of 5 cases ok. Public time met or beaten in 1 of 2 shapes, at worst 1.20 of it. Predicted time held within 25 % in 1 of 2 shapes" in text
+
+
+def test_results_leave_out_what_says_nothing() -> None:
+    checks = [harness.Row("same", "fast", f"b {n}", state="ok", error=0.01 * n, limit=1.0) for n in range(7)]
+    text = result_of(*checks, *(harness.Row(f"check {n}", "fast", "b 1", state="ok", error=0.0, limit=0.0) for n in range(3)), budget=3, nested={"a": {"b": 1}}, many=[0] * 50)
+    assert "All of these: variants fast." in text
+    assert "| same | 7 of them | 0.06 / 1 |" in text
+    assert "| check 2 | b 1 | 0 / 0 |" in text
+    assert "Also: budget 3." in text
 
 
 @pytest.mark.parametrize("size", [16, 512 * 16, 512 * 16 * 9 + 32])
