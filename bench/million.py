@@ -39,13 +39,13 @@ FORMULA_LIMIT = 0.01
 ATTENTION_LIMIT = 8e-3  # as the audit's core.witness
 RECALL_LIMIT = 3e-3  # 99.7 %
 # For a million tokens in the default layers, by the variant of prefill's linears, from 65,536 tokens of the same run and single kernels.
-# tiles: a chunk of 4096 tokens takes 75 ms and at the end 151: index scores of two layers 49 ms more, HCA attention 22, top-k 2.
-# wgmma: 55 and 112. Decode reads at most 0.2 GB more than at 65,536 tokens.
+# tiles (with flash): a chunk of 4096 tokens takes 75 ms and at the end 143: index scores of two layers 41 ms more, HCA attention 22, top-k 2.
+# wgmma (attention too): 46 and 103. A captured step took 1.49 ms in 182 launches and takes 84 now; a launch costs an eager one 50 us.
 PREDICTED = {
-    "tiles": {"prefill, all calls": 36_000.0, "prefill, the last full call": 27_700.0},
-    "wgmma": {"prefill, all calls": 49_000.0, "prefill, the last full call": 37_000.0},
+    "tiles": {"prefill, all calls": 37_600.0, "prefill, the last full call": 29_000.0},
+    "wgmma": {"prefill, all calls": 55_000.0, "prefill, the last full call": 40_500.0},
 }
-PREDICTED_ALWAYS = {"eager steps": 13.3, "captured steps": 1.55, "memory reserved, the most ever": 20.5}
+PREDICTED_ALWAYS = {"eager steps": 8.0, "captured steps": 1.25, "memory reserved, the most ever": 20.5}
 SMALL: dict[str, Any] = {
     "hidden_size": 256, "num_attention_heads": 8, "head_dim": 128, "q_lora_rank": 128, "o_lora_rank": 64, "o_groups": 4, "index_n_heads": 8,
     "index_topk": 32, "n_routed_experts": 8, "moe_intermediate_size": 128, "vocab_size": 512, "num_experts_per_tok": 2,
