@@ -14,7 +14,8 @@
 // launch   grid = (blocks <= tokens * ceil(h / 64)), persistent: one a multiprocessor; block = 384; shared memory: SHARED_BYTES
 //          sparse_attn_wgmma_split: the same of tokens x blocks of heads x splits, each of a multiple of 128 keys; then
 //          sparse_attn_combine, grid = (T, heads), block = d / 4
-// variants sparse_attn_wgmma, and _p_bf16: p rounded to one bf16 (point `p.bf16`); both with splits (decode) and without
+// variants sparse_attn_wgmma, and _p_bf16: p rounded to one bf16 (point `p.bf16`); both with splits (decode) and without;
+//          _ahead: the same bits, the loader asks for keys earlier
 //
 // Roles. Two warpgroups multiply, one loads. Tile i of 64 keys lies in stage i % 2 of shared memory as 8 panels of 64 dims,
 // the swizzle of hopper.cuh, and is operand twice: keys x dims for the scores, dims x keys for the sums. Warpgroup i % 2 has its
@@ -218,8 +219,9 @@ struct Stage {
   unsigned seen, plain;  // .. there are, bit i: key i; .. have plain scales, too
 };
 
-// A warp has KEYS / PRODUCER_WARPS keys of a tile: lane i finds key i, lanes 8 g + sub decode keys 4 k + g.
-template <bool SPLIT> __device__ __forceinline__ void load(const Call &call) {
+// A warp has KEYS / PRODUCER_WARPS keys of a tile: lane i finds key i, lanes 8 g + sub decode keys 4 k + g. AHEAD: the next half
+// is asked for key by key while this one is decoded, so that loads are on their way at the fence; else after it.
+template <bool SPLIT, bool AHEAD> __device__ __forceinline__ void load(const Call &call) {
   const int thread = threadIdx.x - 2 * WARPGROUP, warp = thread / WARP, lane = thread % WARP, sub = lane % 8;
   const int own_key = warp * WARP_KEYS + lane % WARP_KEYS;
   const int first_chunk = swizzle_128(warp * WARP_KEYS + lane / 8, sub);  // of slot 0; slot k: 4 k rows further
@@ -280,6 +282,10 @@ template <bool SPLIT> __device__ __forceinline__ void load(const Call &call) {
       mbarrier_wait(barrier(Q_FREE), items & 1 ^ 1);
       start_queries(call, item, thread);
     }
+    if (thread == 0) work_of(items)->x = is_part ? ~number : number, work_of(items)->y = ceil_div(keys.total - start, 2 * KEYS);
+    cp_async_wait<0>();
+    fence_proxy_async();
+    mbarrier_arrive_warp(barrier(Q_FULL));
     items++;
 
     // Decodes the half that is in registers into its place, and loads the next one.
@@ -296,21 +302,19 @@ template <bool SPLIT> __device__ __forceinline__ void load(const Call &call) {
         const int key = 4 * k + lane / 8;
         const uint2 scales = make_uint2(__shfl_sync(FULL_MASK, stage.scales.x, key), __shfl_sync(FULL_MASK, stage.scales.y, key));
         store_half<SIDE>(halves[k], scales, (stage.plain >> 4 * k & 15u) == 15u, stage.seen >> key & 1, to + (first_chunk ^ k % 2 * 64) + k * 4 * SWIZZLE_ROW_BYTES);
-        load_next(k);
+        if (AHEAD) load_next(k);
       }
       fence_proxy_async();
       mbarrier_arrive_warp(barrier(FULL + 2 * number_of_stage + SIDE));
+      if (!AHEAD) {
+#pragma unroll
+        for (int k = 0; k < SLOTS; k++) load_next(k);
+      }
     };
     for (int begin = start; begin < keys.total; begin += 2 * KEYS, uses++) {
       const int after = begin + 2 * KEYS + own_key;  // the own key of the next even tile
       find(odd, begin + KEYS + own_key, next);
       fill(Side<0>(), 0, even, [&](int k) { load_half<1>(halves[k], of_slot(odd, k), sub); });
-      if (begin == start) {
-        if (thread == 0) work_of(items - 1)->x = is_part ? ~number : number, work_of(items - 1)->y = ceil_div(keys.total - start, 2 * KEYS);
-        cp_async_wait<0>();
-        fence_proxy_async();
-        mbarrier_arrive_warp(barrier(Q_FULL));
-      }
       next = listed(after);
       fill(Side<1>(), 1, odd, [&](int k) { load_half<1>(halves[k], of_slot(even, k), sub); });
       fill(Side<1>(), 0, even, [&](int k) { load_half<0>(halves[k], of_slot(odd, k), sub); });
@@ -608,7 +612,7 @@ template <int PARTS, int SIDE, bool SPLIT> __device__ __forceinline__ void multi
   }
 }
 
-template <int PARTS, bool SPLIT> __device__ __forceinline__ void attend(const Call &call) {
+template <int PARTS, bool SPLIT, bool AHEAD> __device__ __forceinline__ void attend(const Call &call) {
   if (threadIdx.x == 0) {
     if (shared_offset(smem) % SWIZZLE_ATOM_BYTES) __trap();
     for (int i = 0; i < 4; i++) {
@@ -630,7 +634,7 @@ template <int PARTS, bool SPLIT> __device__ __forceinline__ void attend(const Ca
     multiply<PARTS, 1, SPLIT>(call);
   } else {
     registers_down<PRODUCER_REGISTERS>();
-    load<SPLIT>(call);
+    load<SPLIT, AHEAD>(call);
   }
 }
 
@@ -642,7 +646,7 @@ sparse_attn_wgmma(const __nv_bfloat16 *q, const unsigned char *ring, const int *
                   long long ring_position_stride, long long entries_row_stride, long long entry_stride,
                   long long selected_stride, long long out_stride, long long visible_stride, int tokens) {
   if (d != D || r != R) __trap();
-  attend<2, false>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
+  attend<2, false, false>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
              capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride,
              entries_row_stride, entry_stride, selected_stride, out_stride, visible_stride, tokens, 1, nullptr, nullptr});
 }
@@ -656,7 +660,34 @@ sparse_attn_wgmma_p_bf16(const __nv_bfloat16 *q, const unsigned char *ring, cons
                       long long entry_stride, long long selected_stride, long long out_stride, long long visible_stride,
                       int tokens) {
   if (d != D || r != R) __trap();
-  attend<1, false>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
+  attend<1, false, false>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
+             capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride,
+             entries_row_stride, entry_stride, selected_stride, out_stride, visible_stride, tokens, 1, nullptr, nullptr});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+sparse_attn_wgmma_ahead(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position, const unsigned char *entries,
+                  const int *selected, const int *position, const int *row, const float *sink, __nv_bfloat16 *out,
+                  int *visible, int heads, int d, int r, int slots, int window, int listed, int capacity, int ratio,
+                  float scale, long long q_stride, long long ring_row_stride, long long ring_slot_stride,
+                  long long ring_position_stride, long long entries_row_stride, long long entry_stride,
+                  long long selected_stride, long long out_stride, long long visible_stride, int tokens) {
+  if (d != D || r != R) __trap();
+  attend<2, false, true>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
+             capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride,
+             entries_row_stride, entry_stride, selected_stride, out_stride, visible_stride, tokens, 1, nullptr, nullptr});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+sparse_attn_wgmma_ahead_p_bf16(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position,
+                      const unsigned char *entries, const int *selected, const int *position, const int *row,
+                      const float *sink, __nv_bfloat16 *out, int *visible, int heads, int d, int r, int slots, int window,
+                      int listed, int capacity, int ratio, float scale, long long q_stride, long long ring_row_stride,
+                      long long ring_slot_stride, long long ring_position_stride, long long entries_row_stride,
+                      long long entry_stride, long long selected_stride, long long out_stride, long long visible_stride,
+                      int tokens) {
+  if (d != D || r != R) __trap();
+  attend<1, false, true>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
              capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride,
              entries_row_stride, entry_stride, selected_stride, out_stride, visible_stride, tokens, 1, nullptr, nullptr});
 }
@@ -669,7 +700,7 @@ sparse_attn_wgmma_split(const __nv_bfloat16 *q, const unsigned char *ring, const
                         long long entries_row_stride, long long entry_stride, long long selected_stride, long long out_stride,
                         long long visible_stride, int tokens, int splits, float *part_o, float *part_ml) {
   if (d != D || r != R) __trap();
-  attend<2, true>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
+  attend<2, true, true>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
                    capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride, entries_row_stride,
                    entry_stride, selected_stride, out_stride, visible_stride, tokens, splits, part_o, part_ml});
 }
@@ -682,7 +713,7 @@ sparse_attn_wgmma_split_p_bf16(const __nv_bfloat16 *q, const unsigned char *ring
                         long long entries_row_stride, long long entry_stride, long long selected_stride, long long out_stride,
                         long long visible_stride, int tokens, int splits, float *part_o, float *part_ml) {
   if (d != D || r != R) __trap();
-  attend<1, true>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
+  attend<1, true, true>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
                    capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride, entries_row_stride,
                    entry_stride, selected_stride, out_stride, visible_stride, tokens, splits, part_o, part_ml});
 }

@@ -166,6 +166,15 @@ def test_sparse_attn_wgmma_of_a_token_does_not_depend_on_the_others(variant, spl
     assert torch.equal(seen, seen_again)
 
 
+@VARIANTS
+def test_sparse_attn_wgmma_asks_for_keys_earlier_with_the_same_bits(variant, device, hostile, judge):
+    keys = edge_keys("CSA list", 70)
+    plain, seen = keys.run(device, hostile, variant=variant)
+    ahead, seen_ahead = keys.run(device, hostile, variant=variant.replace("wgmma", "wgmma_ahead"))
+    judge("sparse_attn", f"asked for earlier, {variant}", ahead, exact=True, reference=lambda: plain)
+    assert torch.equal(seen, seen_ahead)
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 def test_sparse_attn_wgmma_takes_queries_and_outputs_at_any_address(splits, device, hostile, judge):
     """Rows an odd number of elements apart, from an odd element on: no 16-byte access fits."""
@@ -178,9 +187,9 @@ def test_sparse_attn_wgmma_takes_queries_and_outputs_at_any_address(splits, devi
     memory = hostile.poisoned((3 * 1601 + 1,), torch.bfloat16)
     outputs, queries = from_an_odd_element(memory), from_an_odd_element(torch.full_like(memory, float("nan")))
     queries.copy_(keys.q)
-    scratch = (hostile.poisoned((3, splits, 3, 512), torch.float32), hostile.poisoned((3, splits, 3, 2), torch.float32)) if splits > 1 else (None, None)
+    part_o, part_ml = (hostile.poisoned((3, splits, 3, n), torch.float32) if splits > 1 else None for n in (512, 2))
     ops.sparse_attn(device, queries, hostile.strided(keys.ring), hostile.strided(keys.ring_position), None, None, hostile.packed(keys.position), hostile.packed(keys.row),
-                    hostile.packed(keys.sink), outputs, 170, 0, splits, *scratch, variant="wgmma")  # fmt: skip
+                    hostile.packed(keys.sink), outputs, 170, 0, splits, part_o, part_ml, variant="wgmma")  # fmt: skip
     judge("sparse_attn", f"wgmma, {splits} splits, odd addresses", outputs.cpu(), exact=True, reference=lambda: aligned)
     assert memory[1:].view(3, 1601)[:, 1536:].isnan().all(), "written between the rows"
     hostile.check_guards()
