@@ -15,17 +15,27 @@ from torch import Tensor
 
 from bench.harness import Bench
 from production import ops
-from production.ops.topk import topk_parts
+from production.ops.topk import list_numbers, topk_parts
 
 RATIO = 4
 PUBLIC_US = {512: {1: 37.0, 8: 35.0, 64: 36.0}, 1024: {1: 31.0, 8: 31.0, 64: 32.0}}  # top-512 of f32, top-1024 of bf16
-PREDICTED_US = {1: 11.0, 8: 12.0, 64: 25.0, 4096: 1250.0}
+PREDICTED_US = {1: 15.5, 8: 17.0, 64: 28.0, 4096: 1200.0}
+
+
+def misleading(x: Tensor) -> Tensor:
+    """About half of k large scores, all in quads from which a row's bound is guessed: fewer than k reach it, rows are walked again."""
+    quads = 1 + torch.arange(0, 1024, 16, device=x.device) * (x.shape[1] // 4 - 1) // 1024
+    x.clamp_(max=3)[:, (4 * quads[:, None] + torch.arange(4, device=x.device)).flatten()] += 10
+    return x
+
+
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "ties": lambda x: (x * 4).round_().div_(4),
     "all equal": lambda x: x.fill_(-0.25),
     "ascending": lambda x: x.copy_(torch.arange(x.shape[1], device=x.device).float()),
     "clustered": lambda x: x.copy_((x.abs().clamp_(max=4) * 16).to(torch.int32).add_(0x3F800000).view(torch.float32)),
     "half seen": lambda x: x,
+    "misleading": misleading,
 }
 
 
@@ -60,7 +70,7 @@ def main() -> None:
         shape = f"{T} rows, {E:,} scores, k {k}" + ("" if kind == "random" else f", {kind}")
         for variant, parts in variants:
             given = topk_parts(T, E, 1024 if variant == "stream_1024" else 512) if parts is None else parts
-            numbers = T * given * (4 + 2 * (k + 512))
+            numbers = T * given * list_numbers(k)
             scratch = torch.full((numbers,), -1, dtype=torch.int32, device=where)
 
             def run(variant: str = variant, given: int = given, scratch: Tensor = scratch) -> None:
@@ -79,19 +89,19 @@ def main() -> None:
             for T in (1, 8, 64):
                 rows = min(T, 4) if bench.small else T
                 more: dict[int, list[tuple[str, int | None]]] = {
-                    1: [("stream", 16), ("stream_1024", None)], 8: [("stream", 16), ("stream_1024", None), ("stream_1024", 8)],
-                    64: [("stream", 2), ("stream", 6), ("stream", 8), ("stream_1024", 2), ("stream_1024", 4)],
+                    1: [("stream_1024", 8), ("stream", 16)], 8: [("stream_1024", 8), ("stream", 16)],
+                    64: [("stream_1024", 4), ("stream", None), ("stream", 2)],
                 }  # fmt: skip
-                cases(rows, k, "random", [("stream", None), *more[T]], PUBLIC_US[k][T], PREDICTED_US[T])
+                cases(rows, k, "random", [("stream_1024", None), *more[T]], PUBLIC_US[k][T], PREDICTED_US[T])
         cases(1, 512, "random", [("radix", None)], PUBLIC_US[512][1], None)
     with bench.section("awkward"):
         for kind in KINDS:
-            cases(2 if bench.small else 64, 512, kind, [("stream", None)], None, None)
-            cases(1, 512, kind, [("stream", None)], None, None)
+            cases(2 if bench.small else 64, 512, kind, [("stream_1024", None)], None, None)
+            cases(1, 512, kind, [("stream_1024", None)], None, None)
     with bench.section("prefill"):
         for k in (512, 1024):
             cases(8 if bench.small else 4096, k, "random", [("stream", 1), ("stream_1024", 1)], None, PREDICTED_US[4096])
-        cases(8 if bench.small else 4096, 512, "ascending", [("stream", 1)], None, None)
+        cases(8 if bench.small else 4096, 512, "ascending", [("stream_1024", 1)], None, None)
     bench.finish()
 
 

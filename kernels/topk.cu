@@ -524,7 +524,7 @@ topk_by_streams(const float *score, const int *position, int *selected, int *cou
     }
     __syncthreads();
     if (!delivers) {
-      if (count >= k) break;
+      if (count >= k || !rank) break;
       rank = 0, count = 0;  // too few reached the guess
       low = accepted = 0u;
       continue;

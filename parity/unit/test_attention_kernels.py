@@ -131,7 +131,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Check]] = {
     "one tie too few of a part": ("topk.cu", "(same[j] >> lane & 1u) && ties < cut.ties", "(same[j] >> lane & 1u) && ties + 1 < cut.ties", STREAM),
     "a list one entry short": ("topk.cu", "if (tid == 0) list[0] = count,", "if (tid == 0) list[0] = count - 1,", STREAM),
     "a guessed bound is not doubted": ("topk.cu", "merging = shared.counted >= k;", "merging = true;", UNLIKE),
-    "a guessed bound of a row in one part is not doubted": ("topk.cu", "if (count >= k) break;", "break;", UNLIKE_ALONE),
+    "a guessed bound of a row in one part is not doubted": ("topk.cu", "if (count >= k || !rank) break;", "break;", UNLIKE_ALONE),
     "-0 below +0": ("topk.cu", "__float_as_uint(score + 0.f)", "__float_as_uint(score)", ZEROS),
     "comb not transposed": ("hyper_connection.cu", "sum[k] = fmaf(mixing[i * n + j]", "sum[k] = fmaf(mixing[j * n + i]", HC_POST),
     "comb not transposed, at once": ("hyper_connection_split.cu", "sum = fmaf(m.comb[1][j], x1, sum);", "sum = fmaf(m.comb[j][1], x1, sum);", SPLIT),
