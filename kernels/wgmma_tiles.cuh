@@ -4,8 +4,8 @@
 // Shared memory holds stages of 64 columns, loaded by cp.async: a panel of x, 128 bytes a row with the swizzle of hopper.cuh, and
 // rows of w as they are stored. A code is decoded once for all TOKENS rows: lane (g, t) of a warp needs columns 2t, 2t + 1,
 // 2t + 8, 2t + 9 of every 16 of rows g and g + 8 of w, and takes them out of words that its neighbours read too. bf16 weights are
-// a panel too, and need no registers. Steps: the products of step i are under way while the codes of step i + 1 are decoded; a
-// stage is loaded again when the products of two steps before are over.
+// a panel too, and need no registers. The products of a group of columns, a stage or half of one, are under way while the codes of
+// the next group are decoded; a stage is loaded again two stages later.
 // A weight type W says how w is stored, as in tiles.cuh, and:
 //   static constexpr int W_BYTES           of w in a stage, W_CHUNKS 16-byte pieces of a row in it
 //   static int chunk_at(n, c)              where piece c of row n goes
@@ -94,7 +94,7 @@ template <class W, int TOKENS, int STAGES> struct Layout {
   static constexpr int X_BYTES = TOKENS * SWIZZLE_ROW_BYTES, STAGE_BYTES = X_BYTES + W::W_BYTES;
   static constexpr int AT_ROWS = STAGES * STAGE_BYTES;             // [TOKENS] u32: start of a row of x in units of 16 bytes
   static constexpr int AT_SLOTS = AT_ROWS + TOKENS * 4;            // [TOKENS] i32: for the caller
-  static constexpr int AT_SCALES = AT_SLOTS + TOKENS * 4;          // [STAGES][2 slabs][W_ROWS] bf16, ROW_SCALES
+  static constexpr int AT_SCALES = AT_SLOTS + TOKENS * 4;         // [STAGES][2 slabs][W_ROWS] bf16, ROW_SCALES
   static constexpr int BYTES = AT_SCALES + (W::ROW_SCALES ? STAGES * W_ROWS * 4 : 0);
   static_assert(STAGE_BYTES % SWIZZLE_ATOM_BYTES == 0, "panels start at multiples of a swizzle atom");
 };
@@ -117,6 +117,7 @@ template <class W, int TOKENS, int STAGES, class Out, class Finish>
 __device__ __forceinline__ Out *wgmma_product(const W &w, const __nv_bfloat16 *x, int n0, int N, int K, Finish finished) {
   typedef Layout<W, TOKENS, STAGES> L;
   constexpr int AHEAD = STAGES - 2, X_COPIES = TOKENS * 8 / WGMMA_THREADS, W_COPIES = W_ROWS * W::W_CHUNKS / WGMMA_THREADS;
+  constexpr int GROUP = TOKENS == 256 ? 4 : 2;  // steps of 16 columns whose products are started together: registers for two groups
   static_assert(TOKENS * OutTile<Out>::STRIDE * (int)sizeof(Out) <= L::AT_ROWS, "the output tile takes the place of the stages");
   const int tid = threadIdx.x, lane = tid % WARP, g = lane / 4, t = lane % 4;
   const int warp_row = tid / WARP * 16, steps = K / DEPTH;  // this warp's rows of w in the block
@@ -136,19 +137,19 @@ __device__ __forceinline__ Out *wgmma_product(const W &w, const __nv_bfloat16 *x
     w_start[i] = (unsigned)((w.row(min(n0 + w_row + i * (WGMMA_THREADS / W::W_CHUNKS), N - 1)) - w.row(n0)) / 16);
   const unsigned char *x_from = reinterpret_cast<const unsigned char *>(x) + x_chunk * 16, *w_from = w.row(n0) + w_chunk * 16;
   const int x_to = swizzle_128(x_row, x_chunk);  // 32 rows further is the same chunk 4096 bytes further
-  int filled = 0, loaded = 0;
+  int loaded = 0;
   auto load = [&]() {
-    unsigned char *stage = wgmma_shared + filled * L::STAGE_BYTES;
+    unsigned char *stage = wgmma_shared + loaded % STAGES * L::STAGE_BYTES;
 #pragma unroll
     for (int i = 0; i < X_COPIES; i++)
       cp_async_16(stage + x_to + i * (WGMMA_THREADS / 8) * SWIZZLE_ROW_BYTES, x_from + (size_t)x_start[i] * 16, 16);
 #pragma unroll
     for (int i = 0; i < W_COPIES; i++)
-      cp_async_16(stage + L::X_BYTES + W::chunk_at(w_row + i * (WGMMA_THREADS / W::W_CHUNKS), w_chunk), w_from + (size_t)w_start[i] * 16, 16);
+      cp_async_16(stage + L::X_BYTES + W::chunk_at(w_row + i * (WGMMA_THREADS / W::W_CHUNKS), w_chunk),
+                  w_from + (size_t)w_start[i] * 16, 16);
     const int more = ++loaded < steps ? -1 : 0;  // beyond the end: the last columns again, for nobody
     x_from += more & 2 * DEPTH;
     w_from += more & W::W_CHUNKS * 16;
-    filled = filled == STAGES - 1 ? 0 : filled + 1;
   };
   // NOTE: a branch between the wgmma of a step and those of the next makes ptxas wait for each of them (C7513): nothing below is
   // left out, what is not needed is read from a place that is there.
@@ -177,52 +178,64 @@ __device__ __forceinline__ Out *wgmma_product(const W &w, const __nv_bfloat16 *x
   unsigned pending = scale_of(AHEAD), nan = 0;
 
   float acc[TOKENS / 2];
-  unsigned even[4][4], odd[4][4];
-  int used = 0;
-  auto multiply = [&](int step, bool first_half, unsigned (&a)[4][4]) {  // first_half: of 128 columns
+  unsigned even[GROUP][4], odd[GROUP][4];
+  auto begin = [&](int step, bool first_half) {  // first_half: of 128 columns
     cp_async_wait<AHEAD - 1>();
     fence_proxy_async();
-    wgmma_wait<1>();  // products of two steps before are over: their stage and registers are free
-    if (W::FROM_REGISTERS) wgmma_keep(a);
+    wgmma_wait<1>();  // but for the group before this one all products are over: their stages and registers are free
     __syncthreads();
-    load();  // NOTE: a branch here makes ptxas wait for each wgmma (C7513)
+    load();
     cp_async_commit();
     keep_scale(step + AHEAD, pending);
     pending = scale_of(step + AHEAD + 1);
-    const unsigned char *stage = wgmma_shared + used * L::STAGE_BYTES;
-    const unsigned x_panel = shared_offset(stage), w_panel = x_panel + L::X_BYTES + tid / WARPGROUP * 64 * SWIZZLE_ROW_BYTES;
     if (W::BLOCK_SCALES && first_half) {
       factor[0] = relative_unit(next_scale, largest);
       next_scale = block_scales[min(step + 2, steps - 1) / 2];
     }
+  };
+  auto multiply = [&](int step, int first, unsigned (&a)[GROUP][4]) {  // columns 16 first .. 16 (first + GROUP) - 1 of a stage
+    const unsigned char *stage = wgmma_shared + step % STAGES * L::STAGE_BYTES;
+    const unsigned x_panel = shared_offset(stage), w_panel = x_panel + L::X_BYTES + tid / WARPGROUP * 64 * SWIZZLE_ROW_BYTES;
     if (W::FROM_REGISTERS) {
+      wgmma_keep(a);
 #pragma unroll
-      for (int k16 = 0; k16 < 4; k16++) {
-        if (W::ROW_SCALES && k16 % 2 == 0)
+      for (int i = 0; i < GROUP; i++) {
+        if (W::ROW_SCALES && (first + i) % 2 == 0)
 #pragma unroll
-          for (int i = 0; i < 2; i++)
-            factor[i] = row_scales[(step % STAGES * 2 + k16 / 2) * W_ROWS + warp_row + g + 8 * i] * 0x00010001u;
-        W::fragment(stage + L::X_BYTES, warp_row + g, k16, factor, a[k16], nan);
+          for (int half = 0; half < 2; half++)
+            factor[half] = row_scales[(step % STAGES * 2 + (first + i) / 2) * W_ROWS + warp_row + g + 8 * half] * 0x00010001u;
+        W::fragment(stage + L::X_BYTES, warp_row + g, first + i, factor, a[i], nan);
       }
     }
     wgmma_keep(acc);
     if (W::FROM_REGISTERS) wgmma_keep(a);
     wgmma_fence();
 #pragma unroll
-    for (int k16 = 0; k16 < 4; k16++) {
-      const unsigned long long columns = wgmma_k_major(x_panel + k16 * 32);
-      if constexpr (W::FROM_REGISTERS) wgmma_rs<TOKENS, false>(acc, a[k16], columns, step > 0 || k16 > 0);
-      else wgmma_ss<TOKENS, false>(acc, wgmma_k_major(w_panel + k16 * 32), columns, step > 0 || k16 > 0);
+    for (int i = 0; i < GROUP; i++) {
+      const unsigned long long columns = wgmma_k_major(x_panel + (first + i) * 32);
+      const bool adds = step > 0 || first + i > 0;
+      if constexpr (W::FROM_REGISTERS) wgmma_rs<TOKENS, false>(acc, a[i], columns, adds);
+      else wgmma_ss<TOKENS, false>(acc, wgmma_k_major(w_panel + (first + i) * 32), columns, adds);
     }
     wgmma_commit();
     wgmma_keep(acc);
-    used = used == STAGES - 1 ? 0 : used + 1;
   };
   int step = 0;
 #pragma unroll 1
   do {
-    multiply(step, true, even);
-    multiply(step + 1, false, odd);
+    begin(step, true);
+    multiply(step, 0, even);
+    if constexpr (GROUP == 4) {
+      begin(step + 1, false);
+      multiply(step + 1, 0, odd);
+    } else {
+      wgmma_wait<1>();
+      multiply(step, 2, odd);
+      begin(step + 1, false);
+      multiply(step + 1, 0, even);
+      wgmma_wait<1>();
+      multiply(step + 1, 2, odd);
+    }
     step += 2;
   } while (step < steps);
   wgmma_wait<0>();

@@ -137,6 +137,7 @@ def act_quant(dev: Device, x: Tensor, out: Tensor, block: int = 128, variant: st
 LINEAR_VARIANTS = ("naive", "thin", "mma")
 STREAM_VARIANTS = ("stream", "stream8", "stream16")  # the same bits; stream picks rows of a warp by shape
 EXPERTS_STREAM_VARIANTS = ("stream", "stream16", "stream32")
+EXPERTS_TILES_VARIANTS = ("tiles", "tiles128", "tiles256", "wgmma", "wgmma128")
 
 
 TILES_VARIANTS = ("tiles", "tiles128", "tiles256", "wgmma", "wgmma128", "wgmma256")  # of a kind the same bits
@@ -344,12 +345,11 @@ def _experts(
         _shape(operation, "scale", scale, E, N, K // 32)
         _shape(operation, "out", out, T, k, N)
         _packed(operation, weight=w, scale=scale, out=out)
-    which = _choose(operation, variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *EXPERTS_STREAM_VARIANTS, *TILES_VARIANTS))
-    if which in TILES_VARIANTS:
+    which = _choose(operation, variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *EXPERTS_STREAM_VARIANTS, *EXPERTS_TILES_VARIANTS))
+    if which in EXPERTS_TILES_VARIANTS:
         which, width = _tiles(operation, which, K, E <= ORDER_EXPERTS, x, slots, N, len(weights))
-        if which == "wgmma256" and variant == "wgmma":
+        if which == "wgmma256":  # an expert has few slots: there is wgmma128 only
             which, width = "wgmma128", 128
-        _need(which != "wgmma256", operation, "wgmma comes in 128 slots of an expert")
     if not slots:
         return
     second = weights[1] if len(weights) == 2 else (None, None, None)
