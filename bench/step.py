@@ -92,7 +92,7 @@ def fill(state: State, length: int) -> None:
             random_entries(layer.entries[:, : length // layer.ratio], config, generator)
         if layer.keys is not None and layer.scales is not None:
             layer.keys.random_(0, 256, generator=generator)
-            layer.scales.random_(120, 125, generator=generator)
+            layer.scales.random_(121, 124, generator=generator)  # within two binades a key, as keys of the small model are: wider ones are scored by blocks
         for kept in (layer.state, layer.index_state):
             if kept is not None:
                 kept.kv.normal_(generator=generator)
