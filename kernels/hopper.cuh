@@ -211,6 +211,13 @@ template <int COUNT> __device__ __forceinline__ void wgmma_keep(unsigned (&a)[CO
 #endif
 }
 
+// A pointer is computed here and kept, not put together anew at each use.
+template <class T> __device__ __forceinline__ void compute_once(T *&p) {
+#ifndef CUDA_ON_CPU
+  asm volatile("" : "+l"(p));
+#endif
+}
+
 #ifndef CUDA_ON_CPU
 #define HOPPER_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define HOPPER_16(d, i) HOPPER_4(d, i), HOPPER_4(d, i + 4), HOPPER_4(d, i + 8), HOPPER_4(d, i + 12)
@@ -219,6 +226,7 @@ template <int COUNT> __device__ __forceinline__ void wgmma_keep(unsigned (&a)[CO
 #define HOPPER_128(d, i) HOPPER_64(d, i), HOPPER_64(d, i + 64)
 #define HOPPER_INT_8(how, d, i) how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3]), how(d[i + 4]), how(d[i + 5]), how(d[i + 6]), how(d[i + 7])
 #define HOPPER_INT_32(how, d) HOPPER_INT_8(how, d, 0), HOPPER_INT_8(how, d, 8), HOPPER_INT_8(how, d, 16), HOPPER_INT_8(how, d, 24)
+#define HOPPER_INT_64(how, d) HOPPER_INT_32(how, d), HOPPER_INT_8(how, d, 32), HOPPER_INT_8(how, d, 40), HOPPER_INT_8(how, d, 48), HOPPER_INT_8(how, d, 56)
 #define HOPPER_D32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define HOPPER_D64 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
@@ -285,26 +293,30 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const unsigned (&a)[
 #endif
 }
 
-// D [64 x 64] s32 += A [64 x 32] B [32 x 64], signed bytes, exact. A from registers, four bytes where the fragments above have two bf16:
+// D [64 x N] s32 += A [64 x 32] B [32 x N], signed bytes, exact. A from registers, four bytes where the fragments above have two bf16:
 // a[0] A[16w + g][4t..4t+3], a[1] of row 16w + g + 8, a[2] and a[3] the same at 4t+16... B from shared memory, K-major: a row of
 // 128 bytes is 128 k of one n, a step of 32 k is 32 bytes further.
 // NOTE: not accumulate has outputs only. With d as input and output, ptxas 13.0 takes two products into the same registers for one
 // value: what is computed of the first is computed once, of the last.
-template <bool ACCUMULATE>
-__device__ __forceinline__ void wgmma_rs_s8(int (&d)[32], const unsigned (&a)[4], unsigned long long b) {
+template <bool ACCUMULATE, int N>
+__device__ __forceinline__ void wgmma_rs_s8(int (&d)[N / 2], const unsigned (&a)[4], unsigned long long b) {
+  static_assert(N == 64 || N == 128, "columns");
 #ifdef CUDA_ON_CPU
-  hopper_emulation::issue_integers(d, a, b, ACCUMULATE);
+  hopper_emulation::issue_integers(d, N, a, b, ACCUMULATE);
 #else
-  if constexpr (ACCUMULATE)
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" HOPPER_D32 "}, {%32, %33, %34, %35}, %36, p;\n}\n"
-                 : HOPPER_INT_32("+r", d)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#define HOPPER_S8(n, scale, registers, a0, a1, a2, a3, address) \
+  "{\n.reg .pred p;\nsetp.ne.b32 p, " scale ", 0;\n" \
+  "wgmma.mma_async.sync.aligned.m64n" n "k32.s32.s8.s8 {" registers "}, {%" a0 ", %" a1 ", %" a2 ", %" a3 "}, %" address ", p;\n}\n"
+#define HOPPER_S8_64(scale) HOPPER_S8("64", scale, HOPPER_D32, "32", "33", "34", "35", "36")
+#define HOPPER_S8_128(scale) HOPPER_S8("128", scale, HOPPER_D64, "64", "65", "66", "67", "68")
+  if constexpr (N == 64 && ACCUMULATE)
+    asm volatile(HOPPER_S8_64("1") : HOPPER_INT_32("+r", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  else if constexpr (N == 64)
+    asm volatile(HOPPER_S8_64("0") : HOPPER_INT_32("=r", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  else if constexpr (ACCUMULATE)
+    asm volatile(HOPPER_S8_128("1") : HOPPER_INT_64("+r", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   else
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" HOPPER_D32 "}, {%32, %33, %34, %35}, %36, p;\n}\n"
-                 : HOPPER_INT_32("=r", d)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    asm volatile(HOPPER_S8_128("0") : HOPPER_INT_64("=r", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #endif
 }
 

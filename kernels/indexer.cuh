@@ -19,7 +19,8 @@ __device__ __forceinline__ int visible_entries(int p, int ratio) { return (p + 1
 // ---- keys ----
 
 // Magnitudes of the codes 0..7, doubled, as bytes of two words.
-__constant__ unsigned TWICE_FP4[2] = {0x03020100u, 0x0c080604u}, ALL_ONES = 0xffffffffu;
+constexpr unsigned TWICE_FP4_LOW = 0x03020100u, TWICE_FP4_HIGH = 0x0c080604u;
+__constant__ unsigned MINUS_TWO = 0xfffffffeu, ALL_ONES = 0xffffffffu;  // factors not known to the compiler: it multiplies, on the pipe with less to do
 
 // Byte b of `shift`: how far block b of the key is shifted left, 0..3. fits: all four can be. top: the largest of the four scale bytes.
 struct KeyScale {
@@ -37,29 +38,41 @@ __device__ __forceinline__ KeyScale key_scale(unsigned scales) {
 // 2^-22 of an integer sum times 2^(fp32 factor): the product of two doubled codes counts 1/4, a shift of 3 another 1/8.
 __device__ __forceinline__ float key_factor(int top) { return __uint_as_float((unsigned)(top + 18) << 23); }
 
-// Eight codes as signed bytes, the first four in `low`; the magnitudes of the eight codes in two words. No branch, a look-up a sign:
-// where bit 3 of a nibble is set, select_bytes gives copies of a magnitude's top bit, 0. So of positive and negative one is 0.
-__device__ __forceinline__ unsigned signed_bytes(unsigned positive, unsigned negative) {
-  return (positive | (negative * ALL_ONES + 0x80808080u)) ^ 0x80808080u;  // a product, for the pipe with less to do
+// Of the codes 0..7 as bytes of two words: -magnitude, and 128 - magnitude with 0 for code 0. The latter's top bits are 0, so where bit 3
+// of a nibble is set select_bytes gives 0. So -m - 2 * 0 is a negative code's value, -m - 2 * (128 - m) = m - 256 a positive one's, and
+// no byte of the difference of two words borrows from the next: 256 - m - 2 (128 - m) = m.
+struct CodeTable {
+  unsigned negative[2], rest[2];
+};
+
+__device__ __forceinline__ CodeTable code_table(unsigned shift) {
+  const unsigned factor = ALL_ONES << shift;
+  CodeTable table;
+  table.rest[0] = TWICE_FP4_LOW * factor + 0x80808000u;
+  table.rest[1] = TWICE_FP4_HIGH * factor + 0x80808080u;
+  table.negative[0] = table.rest[0] ^ 0x80808000u;
+  table.negative[1] = table.rest[1] ^ 0x80808080u;
+  return table;
 }
-__device__ __forceinline__ void decode_codes(unsigned codes, unsigned magnitude_0, unsigned magnitude_1, unsigned &low, unsigned &high) {
-  const unsigned flipped = codes ^ 0x88888888u;
-  low = signed_bytes(select_bytes(magnitude_0, magnitude_1, codes), select_bytes(magnitude_0, magnitude_1, flipped));
-  high = signed_bytes(select_bytes(magnitude_0, magnitude_1, codes >> 16), select_bytes(magnitude_0, magnitude_1, flipped >> 16));
+
+// Eight codes as signed bytes, the first four in `low`. No branch, two look-ups and a product for four codes.
+__device__ __forceinline__ void decode_codes(unsigned codes, const CodeTable &table, unsigned &low, unsigned &high) {
+  const unsigned magnitudes = codes & 0x77777777u, codes_high = codes >> 16, magnitudes_high = magnitudes >> 16;
+  low = select_bytes(table.rest[0], table.rest[1], codes) * MINUS_TWO + select_bytes(table.negative[0], table.negative[1], magnitudes);
+  high = select_bytes(table.rest[0], table.rest[1], codes_high) * MINUS_TWO + select_bytes(table.negative[0], table.negative[1], magnitudes_high);
 }
 
 // A operands of sixteen keys from this lane's block of keys g (upper) and g + 8 (lower); shifts of the two blocks.
 __device__ __forceinline__ void decode_keys(unsigned (&a)[4][4], const uint4 &upper, const uint4 &lower, unsigned upper_shift, unsigned lower_shift) {
-  const unsigned up_0 = TWICE_FP4[0] << upper_shift, up_1 = TWICE_FP4[1] << upper_shift;
-  const unsigned low_0 = TWICE_FP4[0] << lower_shift, low_1 = TWICE_FP4[1] << lower_shift;
-  decode_codes(upper.x, up_0, up_1, a[0][0], a[0][2]);
-  decode_codes(lower.x, low_0, low_1, a[0][1], a[0][3]);
-  decode_codes(upper.y, up_0, up_1, a[1][0], a[1][2]);
-  decode_codes(lower.y, low_0, low_1, a[1][1], a[1][3]);
-  decode_codes(upper.z, up_0, up_1, a[2][0], a[2][2]);
-  decode_codes(lower.z, low_0, low_1, a[2][1], a[2][3]);
-  decode_codes(upper.w, up_0, up_1, a[3][0], a[3][2]);
-  decode_codes(lower.w, low_0, low_1, a[3][1], a[3][3]);
+  const CodeTable up = code_table(upper_shift), low = code_table(lower_shift);
+  decode_codes(upper.x, up, a[0][0], a[0][2]);
+  decode_codes(lower.x, low, a[0][1], a[0][3]);
+  decode_codes(upper.y, up, a[1][0], a[1][2]);
+  decode_codes(lower.y, low, a[1][1], a[1][3]);
+  decode_codes(upper.z, up, a[2][0], a[2][2]);
+  decode_codes(lower.z, low, a[2][1], a[2][3]);
+  decode_codes(upper.w, up, a[3][0], a[3][2]);
+  decode_codes(lower.w, low, a[3][1], a[3][3]);
 }
 
 // ---- queries ----
@@ -67,7 +80,7 @@ __device__ __forceinline__ void decode_keys(unsigned (&a)[4][4], const uint4 &up
 // A prepared query of HEADS heads (a multiple of 8), as bytes at multiples of 16:
 //   integers  [HEADS][128] s8. For mma in the order of the dims, but the two halves of a block of 32 change places in odd heads, against
 //             bank conflicts. For wgmma in the order of k, its 16-byte chunks swizzled as hopper.cuh says
-//   fast      [HEADS] fp32, weight times scale of the head | flag [4] i32: the first is 1 where every key must go the wide way
+//   fast      [HEADS] fp32, weight times scale of the head (where: fast_index) | flag [4] i32: the first is 1 where every key must go the wide way
 //   weights   [HEADS] fp32 | scales [HEADS][4] fp32: value = integer * scale of the block, NaN where it is no such value
 template <int HEADS> struct Query {
   static constexpr int FAST = HEADS * INDEX_DIM, FLAG = FAST + 4 * HEADS, WEIGHTS = FLAG + 16, SCALES = WEIGHTS + 4 * HEADS,
@@ -78,6 +91,18 @@ template <int HEADS> struct Query {
 __device__ __forceinline__ int query_offset(int head, int block, int half) { return head * INDEX_DIM + block * 32 + 16 * (half ^ (head & 1)); }
 __device__ __forceinline__ int swizzled_offset(int head, int chunk) { return head * INDEX_DIM + 16 * (chunk ^ (head & 7)); }
 
+// Where the weight of a head lies in `fast`. For wgmma a lane's sixteen, of heads 8 n + 2 t and 8 n + 2 t + 1, are four chunks of 16 bytes,
+// chunk n / 2 at fast_chunk; the four lanes of a row read different banks.
+__device__ __forceinline__ int fast_chunk(int t, int chunk) { return 16 * t + 4 * (chunk ^ t >> 1); }
+template <bool FOR_WGMMA> __device__ __forceinline__ int fast_index(int head) {
+  return FOR_WGMMA ? fast_chunk(head % 8 / 2, head / 16) + head / 8 % 2 * 2 + head % 2 : head;
+}
+
+// This thread's first eight dims of a query.
+__device__ __forceinline__ uint4 query_part(const __nv_bfloat16 *q, int hi, int unit) {
+  return unit < hi * 16 ? *reinterpret_cast<const uint4 *>(q + unit * 8) : make_uint4(0u, 0u, 0u, 0u);
+}
+
 // Asks for a query's q and weights before it is known whether the token is a pad.
 __device__ __forceinline__ void prefetch_query(const __nv_bfloat16 *q, const float *weights, int hi) {
   const int line = threadIdx.x;  // of 128 bytes
@@ -85,15 +110,17 @@ __device__ __forceinline__ void prefetch_query(const __nv_bfloat16 *q, const flo
   if (32 * line < hi) prefetch_global(weights + 32 * line);
 }
 
-// The whole block writes a prepared query but for its flag, which it returns, the same for all. bf16 q [hi][128], 16-byte aligned.
+// The whole block writes a prepared query but for its flag, which it returns, the same for all. bf16 q [hi][128], 16-byte aligned;
+// next: query_part of this thread's number.
 template <int HEADS, int THREADS, bool FOR_WGMMA = false>
-__device__ __forceinline__ bool prepare_query(unsigned char *prepared, const __nv_bfloat16 *q, const float *weights, int hi) {
+__device__ __forceinline__ bool prepare_query(unsigned char *prepared, const __nv_bfloat16 *q, const float *weights, int hi, uint4 next) {
   static_assert(HEADS % 8 == 0 && THREADS % WARP == 0, "whole warps");
   bool any_wide = false;
+#pragma unroll 1
   for (int unit = threadIdx.x; unit < HEADS * 16; unit += THREADS) {  // eight dims; sixteen lanes hold a head, four a block
     const int head = unit / 16, block = unit % 16 / 4, eighth = unit % 4;
-    uint4 packed = make_uint4(0u, 0u, 0u, 0u);
-    if (head < hi) packed = *reinterpret_cast<const uint4 *>(q + head * INDEX_DIM + block * 32 + eighth * 8);
+    const uint4 packed = next;
+    next = query_part(q, hi, unit + THREADS);
     const unsigned words[4] = {packed.x, packed.y, packed.z, packed.w};
     unsigned largest = 0u;
 #pragma unroll
@@ -136,7 +163,7 @@ __device__ __forceinline__ bool prepare_query(unsigned char *prepared, const __n
       if (block == 0) {
         const float weight = head < hi ? weights[head] : 0.f;
         reinterpret_cast<float *>(prepared + Query<HEADS>::WEIGHTS)[head] = weight;
-        reinterpret_cast<float *>(prepared + Query<HEADS>::FAST)[head] = weight * size;  // one size for all blocks, unless wide
+        reinterpret_cast<float *>(prepared + Query<HEADS>::FAST)[fast_index<FOR_WGMMA>(head)] = weight * size;  // one size for all blocks, unless wide
       }
     }
   }

@@ -113,20 +113,20 @@ struct WaitArg {
   int pending, warp;  // of the warpgroup
 };
 
-// The 16 rows of one warp: 32 k, A from registers, B K-major with 64 columns.
+// The 16 rows of one warp: 32 k, A from registers, B K-major.
 inline void multiply_integers(const std::vector<const Product *> &lanes) {
   const Product &first = *lanes[0];
-  static thread_local int a[16][32], b[64][32];
-  for (int n = 0; n < 64; n++)
+  static thread_local int a[16][32], b[128][32];
+  for (int n = 0; n < first.n; n++)
     for (int k = 0; k < 32; k++) b[n][k] = *(const signed char *)operand_address(first.b, n % 8 * 128 + n / 8 * stride_bytes(first.b) + k);
   for (int lane = 0; lane < 32; lane++) {
     const Product &mine = *lanes[lane];
-    if (!mine.integers || mine.b != first.b || mine.accumulate != first.accumulate) cuemu_fail("the lanes of a warp issue different wgmma");
+    if (!mine.integers || mine.n != first.n || mine.b != first.b || mine.accumulate != first.accumulate) cuemu_fail("the lanes of a warp issue different wgmma");
     for (int i = 0; i < 16; i++)
       a[lane / 4 + (i & 4 ? 8 : 0)][4 * (lane % 4) + (i & 3) + (i & 8 ? 16 : 0)] = (signed char)(mine.a_registers[i >> 2] >> (i & 3) * 8);
   }
   for (int lane = 0; lane < 32; lane++)
-    for (int i = 0; i < 32; i++) {
+    for (int i = 0; i < first.n / 2; i++) {
       const int *x = a[lane / 4 + (i & 2 ? 8 : 0)], *y = b[i / 4 * 8 + 2 * (lane % 4) + (i & 1)];
       int sum = 0;
       for (int k = 0; k < 32; k++) sum += x[k] * y[k];
@@ -192,8 +192,8 @@ inline void issue(float *d, int n, const unsigned *a_registers, unsigned long lo
   lane_of_caller().open.push_back(product);
 }
 
-inline void issue_integers(int *d, const unsigned *a_registers, unsigned long long b, bool accumulate) {
-  lane_of_caller().open.push_back({nullptr, d, 64, true, false, accumulate, {a_registers[0], a_registers[1], a_registers[2], a_registers[3]}, 0, b});
+inline void issue_integers(int *d, int n, const unsigned *a_registers, unsigned long long b, bool accumulate) {
+  lane_of_caller().open.push_back({nullptr, d, n, true, false, accumulate, {a_registers[0], a_registers[1], a_registers[2], a_registers[3]}, 0, b});
 }
 
 inline void commit() {

@@ -44,8 +44,9 @@ def hadamard_e2m1(dev: Device, x: Tensor, out: Tensor, variant: str | None = Non
 PREPARED_HEADS = (16, 64)
 FAST_DIM = 128
 TILE_WARPS = {"int8_tiles": 12, "int8_tiles_8": 8}
-WGMMA_TILES = {"wgmma_tiles": (2, 512), "wgmma_tiles_3": (3, 384)}  # warpgroups and keys of a block
-WGMMA_SHARED = {"wgmma": 10_240 + 12 * 4 * 32 * 64, "wgmma_tiles": 3 * 4 * (64 * 132 + 16)}  # ROWS_SHARED, TILES_SHARED
+WGMMA_ROWS = {"wgmma": 3, "wgmma_16": 4}  # warpgroups of a block
+WGMMA_TILES = {"wgmma_tiles": ("indexer_tiles_wgmma", 2, 512), "wgmma_tiles_3": ("indexer_tiles_wgmma_3", 3, 384), "wgmma_tiles_pairs": ("indexer_pairs_wgmma", 2, 256)}  # warpgroups, keys
+WGMMA_TILES_SHARED, WGMMA_STAGES = 3 * 8 * (64 * 132 + 16), 6  # TILES_SHARED, ROW_STAGES
 
 
 def prepared_heads(hi: int) -> int | None:
@@ -75,7 +76,7 @@ def indexer_score(
 
     q [T, hi, di] bf16 (rs); weights [T, hi] f32 (rs); keys [b, capacity, di/2] u8; scales [b, capacity, di/32] u8; score [T, E] f32 (rs).
     Variants: naive, entries, mma; for di = 128 and at most 64 heads int8 (few queries) and int8_tiles, int8_tiles_8 (many); on sm_90a
-    and for 17 heads and more also wgmma, wgmma_tiles, wgmma_tiles_3. The latter six give the same bits; their q must be e2m1 values
+    and for 17 heads and more also wgmma, wgmma_16, wgmma_tiles, wgmma_tiles_3, wgmma_tiles_pairs. The latter eight give the same bits; their q must be e2m1 values
     times a power of two per 32, as hadamard_e2m1 writes them: others make a token's scores NaN.
     scratch: u8 of `indexer_scratch(T, hi)` bytes for those with tiles.
     """
@@ -87,7 +88,7 @@ def indexer_score(
     _shape("indexer_score", "keys", keys, b, capacity, di // 2)
     _shape("indexer_score", "scales", scales, b, capacity, di // KEY_BLOCK)
     _shape("indexer_score", "score", score, T, E)
-    which = _choose("indexer_score", variant, "entries", ("naive", "entries", "mma", "int8", *TILE_WARPS, "wgmma", *WGMMA_TILES))
+    which = _choose("indexer_score", variant, "entries", ("naive", "entries", "mma", "int8", *TILE_WARPS, *WGMMA_ROWS, *WGMMA_TILES))
     q_stride, weights_stride = _rows("indexer_score", "q", q)[0], _rows("indexer_score", "weights", weights)[0]
     keys_strides, scales_strides = _rows("indexer_score", "keys", keys, 2), _rows("indexer_score", "scales", scales, 2)
     score_stride = _rows("indexer_score", "score", score)[0]
@@ -128,8 +129,9 @@ def _int8(
     source = "indexer_wgmma" if wgmma else "indexer_int8"
     if "tiles" not in which:
         rows: tuple[Argument, ...] = (q, weights, keys, scales, position, row, score, hi, E, capacity, ratio, q_stride, weights_stride, keys_stride, scales_stride, score_stride)
-        kernel, shared = ("indexer_rows_wgmma", WGMMA_SHARED[which]) if wgmma else (f"indexer_score_int8_{heads}", 12 * 4 * 32 * 64)
-        dev.launch(source, kernel, (T, min(rows_splits(T), _ceil(E, 12 * 32))), (384,), rows, shared)
+        warps = 4 * WGMMA_ROWS[which] if wgmma else 12
+        kernel, shared = (f"indexer_rows_wgmma_{warps // 4}", 10_240 + warps * WGMMA_STAGES * 32 * 64) if wgmma else (f"indexer_score_int8_{heads}", warps * 4 * 32 * 64)
+        dev.launch(source, kernel, (T, min(rows_splits(T), _ceil(E, warps * 32))), (32 * warps,), rows, shared)
         return
     size = indexer_scratch(T, hi)
     if scratch is None or scratch.dtype != torch.uint8 or scratch.numel() < size:
@@ -140,8 +142,8 @@ def _int8(
     dev.launch(source, prepare, (T,), (256,), (q, weights, position, scratch, hi, q_stride, weights_stride))
     tiles: tuple[Argument, ...] = (scratch, keys, scales, position, row, score, T, E, capacity, ratio, keys_stride, scales_stride, score_stride)
     if wgmma:
-        groups, tile_keys = WGMMA_TILES[which]
-        kernel, threads, shared = f"indexer_tiles_wgmma_{groups}", 128 * groups, WGMMA_SHARED["wgmma_tiles"]
+        kernel, groups, tile_keys = WGMMA_TILES[which]
+        threads, shared = 128 * groups, WGMMA_TILES_SHARED
     else:
         warps = 4 if heads == PREPARED_HEADS[0] else TILE_WARPS[which]
         kernel, threads, shared, tile_keys = f"indexer_tiles_{heads}_{warps}", 32 * warps, 4 * (heads * (FAST_DIM + 4) + 16), 64 * warps
