@@ -78,19 +78,22 @@ __device__ __forceinline__ bool mbarrier_is_over(Mbarrier *barrier, int parity) 
 #endif
 }
 
-// A phase that never ends is a fault of the kernel: after 2^24 polls the launch fails, so that the device does not hang.
+// A phase that never ends is a fault of the kernel: after 4 to 9 seconds (the upper half of
+// the nanosecond clock) the launch fails, so that the device does not hang.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier *barrier, int parity) {
 #ifdef CUDA_ON_CPU
   hopper_emulation::mbarrier_wait(barrier, parity);
 #else
   asm volatile(
-      "{\n.reg .pred p;\n.reg .u32 polls;\n"
-      "mov.u32 polls, 0;\n"
+      "{\n.reg .pred p;\n.reg .u32 began, now;\n"
+      "mov.u32 began, 0xffffffff;\n"
       "AGAIN:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
       "@p bra OVER;\n"
-      "add.u32 polls, polls, 1;\n"
-      "setp.lt.u32 p, polls, 16777216;\n"
+      "mov.u32 now, %%globaltimer_hi;\n"
+      "min.u32 began, began, now;\n"
+      "sub.u32 now, now, began;\n"
+      "setp.lt.u32 p, now, 2;\n"
       "@p bra AGAIN;\n"
       "trap;\n"
       "OVER:\n}\n" ::"r"(shared_address(barrier)),
