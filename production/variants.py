@@ -60,7 +60,7 @@ PORTABLE = Plan("portable", decode=Variants(linear="thin", experts="thin"), pref
 FAST = Plan(
     "fast",
     decode=Variants(linear="stream", experts="stream", topk="stream_1024", indexer_score="wgmma", sparse_attn="flash", hyper_connection="split", at_once=True),
-    prefill=Variants(linear="tiles", experts="tiles", topk="stream_1024", indexer_score="wgmma_tiles", sparse_attn="flash", hyper_connection="mma", at_once=True),
+    prefill=Variants(linear="wgmma", experts="wgmma", topk="stream_1024", indexer_score="wgmma_tiles", sparse_attn="wgmma", hyper_connection="mma", at_once=True),
 )
 PLANS = {plan.name: plan for plan in (PORTABLE, FAST)}
 

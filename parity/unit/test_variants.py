@@ -67,7 +67,7 @@ def test_index_scores_by_wgmma_are_for_17_to_64_heads(heads, decode, prefill):
 def test_flash_attention_is_for_the_widths_it_is_built_for(width, rotary, takes):
     config = shapes(head_dim=width, qk_rope_head_dim=rotary)
     plan = fitted(FAST, config)
-    assert (plan.decode.sparse_attn, plan.prefill.sparse_attn) == (("flash", "flash") if takes else (None, None))
+    assert (plan.decode.sparse_attn, plan.prefill.sparse_attn) == (("flash", "wgmma" if width == 512 else "flash") if takes else (None, None))
     assert fitted(PORTABLE, config) == PORTABLE
 
 
@@ -115,7 +115,7 @@ def test_wgmma_attention_is_for_heads_of_512(width, runs):
 
 def test_softmax_weights_are_rounded_in_both_phases_or_not_at_all():
     rounding = with_p_bf16(FAST)
-    assert (rounding.decode.sparse_attn, rounding.prefill.sparse_attn) == ("flash_p_bf16", "flash_p_bf16")
+    assert (rounding.decode.sparse_attn, rounding.prefill.sparse_attn) == ("flash_p_bf16", "wgmma_p_bf16")
     assert (FAST.p_bf16, PORTABLE.p_bf16, rounding.p_bf16) == (False, False, True)
     assert with_p_bf16(attending("wgmma")).prefill.sparse_attn == "wgmma_p_bf16"
     assert with_p_bf16(attending("wgmma")).p_bf16
