@@ -95,12 +95,21 @@ __device__ __forceinline__ int swizzled_offset(int head, int chunk) { return hea
 // chunk n / 2 at fast_chunk; the four lanes of a row read different banks.
 __device__ __forceinline__ int fast_chunk(int t, int chunk) { return 16 * t + 4 * (chunk ^ t >> 1); }
 template <bool FOR_WGMMA> __device__ __forceinline__ int fast_index(int head) {
-  return FOR_WGMMA ? fast_chunk(head % 8 / 2, head / 16) + head / 8 % 2 * 2 + head % 2 : head;
+  return FOR_WGMMA ? fast_chunk(head >> 1 & 3, head >> 4) + (head >> 3 & 1) * 2 + (head & 1) : head;
 }
 
-// This thread's first eight dims of a query.
-__device__ __forceinline__ uint4 query_part(const __nv_bfloat16 *q, int hi, int unit) {
-  return unit < hi * 16 ? *reinterpret_cast<const uint4 *>(q + unit * 8) : make_uint4(0u, 0u, 0u, 0u);
+// Eight dims of a query, sixteen parts a head, and with the first of them the head's weight; zeros beyond the last head.
+struct QueryPart {
+  uint4 dims;
+  float weight;
+};
+__device__ __forceinline__ QueryPart query_part(const __nv_bfloat16 *q, const float *weights, int hi, unsigned number) {
+  QueryPart part = {make_uint4(0u, 0u, 0u, 0u), 0.f};
+  if (number < (unsigned)hi * 16u) {
+    part.dims = *reinterpret_cast<const uint4 *>(q + number * 8u);
+    if (number % 16u == 0u) part.weight = weights[number / 16u];
+  }
+  return part;
 }
 
 // Asks for a query's q and weights before it is known whether the token is a pad.
@@ -110,17 +119,18 @@ __device__ __forceinline__ void prefetch_query(const __nv_bfloat16 *q, const flo
   if (32 * line < hi) prefetch_global(weights + 32 * line);
 }
 
-// The whole block writes a prepared query but for its flag, which it returns, the same for all. bf16 q [hi][128], 16-byte aligned;
-// next: query_part of this thread's number.
+// The whole block writes a prepared query but for its flag: it is set where a thread returns true. bf16 q [hi][128], 16-byte aligned;
+// next: query_part of this thread's number. No barrier.
 template <int HEADS, int THREADS, bool FOR_WGMMA = false>
-__device__ __forceinline__ bool prepare_query(unsigned char *prepared, const __nv_bfloat16 *q, const float *weights, int hi, uint4 next) {
+__device__ __forceinline__ bool prepare_query(unsigned char *prepared, const __nv_bfloat16 *q, const float *weights, int hi, QueryPart next) {
   static_assert(HEADS % 8 == 0 && THREADS % WARP == 0, "whole warps");
   bool any_wide = false;
 #pragma unroll 1
-  for (int unit = threadIdx.x; unit < HEADS * 16; unit += THREADS) {  // eight dims; sixteen lanes hold a head, four a block
-    const int head = unit / 16, block = unit % 16 / 4, eighth = unit % 4;
-    const uint4 packed = next;
-    next = query_part(q, hi, unit + THREADS);
+  for (unsigned unit = threadIdx.x; unit < HEADS * 16u; unit += THREADS) {  // eight dims; sixteen lanes hold a head, four a block
+    const int head = (int)(unit / 16u), block = (int)(unit % 16u / 4u), eighth = (int)(unit % 4u);
+    const uint4 packed = next.dims;
+    const float weight = next.weight;
+    next = query_part(q, weights, hi, unit + THREADS);
     const unsigned words[4] = {packed.x, packed.y, packed.z, packed.w};
     unsigned largest = 0u;
 #pragma unroll
@@ -161,13 +171,12 @@ __device__ __forceinline__ bool prepare_query(unsigned char *prepared, const __n
       const float size = (inexact >> 4 * block & 15u) != 0u ? e8m0_decode(255u) : e8m0_decode((unsigned)(scale - 1));
       reinterpret_cast<float *>(prepared + Query<HEADS>::SCALES)[head * KEY_BLOCKS + block] = size;
       if (block == 0) {
-        const float weight = head < hi ? weights[head] : 0.f;
         reinterpret_cast<float *>(prepared + Query<HEADS>::WEIGHTS)[head] = weight;
         reinterpret_cast<float *>(prepared + Query<HEADS>::FAST)[fast_index<FOR_WGMMA>(head)] = weight * size;  // one size for all blocks, unless wide
       }
     }
   }
-  return __syncthreads_or(any_wide) != 0;
+  return any_wide;
 }
 
 // B operands of eight heads for all four steps: b[2 j], b[2 j + 1] of step j.

@@ -31,7 +31,7 @@ __device__ __forceinline__ void score_rows(const __nv_bfloat16 *q, const float *
   weights += token * weights_stride;
   const int p = position[token], batch = row[token];
   prefetch_query(q, weights, hi);
-  const uint4 part = query_part(q, hi, threadIdx.x);
+  const QueryPart part = query_part(q, weights, hi, threadIdx.x);
   if (min(p, batch) < 0) return;  // a row is never negative: both are on their way before the branch
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   const int seen = min(min(visible_entries(p, ratio), capacity), E), step = gridDim.y * ROW_WARPS * RUN;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void score_rows(const __nv_bfloat16 *q, const float *
     own_scales[1] = keys.scale(first + step + 8 * t + g);
   }
 
-  const bool wide_query = prepare_query<HEADS, ROW_WARPS * WARP>(prepared, q, weights, hi, part);
+  const bool wide_query = __syncthreads_or(prepare_query<HEADS, ROW_WARPS * WARP>(prepared, q, weights, hi, part)) != 0;
   unsigned heads[N][8];
   float2 weight[N];
 #pragma unroll
@@ -134,8 +134,9 @@ indexer_prepare_16(const __nv_bfloat16 *q, const float *weights, const int *posi
   if (position[token] < 0) return;
   unsigned char *to = prepared + (long long)token * Query<16>::BYTES;
   q += token * q_stride;
-  const bool wide = prepare_query<16, PREPARE_THREADS>(to, q, weights + token * weights_stride, hi, query_part(q, hi, threadIdx.x));
-  if (threadIdx.x < 4) reinterpret_cast<int *>(to + Query<16>::FLAG)[threadIdx.x] = wide;
+  weights += token * weights_stride;
+  const int wide = __syncthreads_or(prepare_query<16, PREPARE_THREADS>(to, q, weights, hi, query_part(q, weights, hi, threadIdx.x)));
+  if (threadIdx.x < 4) reinterpret_cast<int *>(to + Query<16>::FLAG)[threadIdx.x] = wide != 0;
 }
 
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
@@ -145,8 +146,9 @@ indexer_prepare_64(const __nv_bfloat16 *q, const float *weights, const int *posi
   if (position[token] < 0) return;
   unsigned char *to = prepared + (long long)token * Query<64>::BYTES;
   q += token * q_stride;
-  const bool wide = prepare_query<64, PREPARE_THREADS>(to, q, weights + token * weights_stride, hi, query_part(q, hi, threadIdx.x));
-  if (threadIdx.x < 4) reinterpret_cast<int *>(to + Query<64>::FLAG)[threadIdx.x] = wide;
+  weights += token * weights_stride;
+  const int wide = __syncthreads_or(prepare_query<64, PREPARE_THREADS>(to, q, weights, hi, query_part(q, weights, hi, threadIdx.x)));
+  if (threadIdx.x < 4) reinterpret_cast<int *>(to + Query<64>::FLAG)[threadIdx.x] = wide != 0;
 }
 
 template <int HEADS, int WARPS>

@@ -63,7 +63,7 @@ __device__ __forceinline__ void score_rows(const __nv_bfloat16 *q, const float *
   weights += token * weights_stride;
   const int p = position[token], batch = row[token];
   prefetch_query(q, weights, hi);
-  const uint4 part = query_part(q, hi, threadIdx.x);
+  const QueryPart part = query_part(q, weights, hi, threadIdx.x);
   if (min(p, batch) < 0) return;  // a row is never negative: all of them are on their way before the branch
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   const int seen = min(min(visible_entries(p, ratio), capacity), E), step = gridDim.y * GROUPS * GROUP_RUN;
@@ -97,9 +97,9 @@ __device__ __forceinline__ void score_rows(const __nv_bfloat16 *q, const float *
     own_scales = scales_of(first + own);
     next_scales = scales_of(first + own + step);
   }
-  const bool wide_query = prepare_query<HEADS, GROUPS * WARPGROUP, true>(shared_bytes, q, weights, hi, part);
+  const bool own_wide = prepare_query<HEADS, GROUPS * WARPGROUP, true>(shared_bytes, q, weights, hi, part);
   fence_proxy_async();
-  __syncthreads();
+  const bool wide_query = __syncthreads_or(own_wide) != 0;
   if (first < seen) {
     const unsigned long long heads = wgmma_k_major(shared_offset(shared_bytes));
     float4 weight[4];
@@ -181,8 +181,9 @@ indexer_prepare_wgmma(const __nv_bfloat16 *q, const float *weights, const int *p
   if (position[token] < 0) return;
   unsigned char *to = prepared + (long long)token * Query<HEADS>::BYTES;
   q += token * q_stride;
-  const bool wide = prepare_query<HEADS, 256, true>(to, q, weights + token * weights_stride, hi, query_part(q, hi, threadIdx.x));
-  if (threadIdx.x < 4) reinterpret_cast<int *>(to + Query<HEADS>::FLAG)[threadIdx.x] = wide;
+  weights += token * weights_stride;
+  const int wide = __syncthreads_or(prepare_query<HEADS, 256, true>(to, q, weights, hi, query_part(q, weights, hi, threadIdx.x)));
+  if (threadIdx.x < 4) reinterpret_cast<int *>(to + Query<HEADS>::FLAG)[threadIdx.x] = wide != 0;
 }
 
 // QUERIES: of a product, 1 or 2; slots of two are neighbours.
