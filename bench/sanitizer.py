@@ -25,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "racecheck", "synccheck")
+APART = ("sparse_attn", "linear_", "experts_")  # tests of operations with many launches
 ERRORS = 9  # exit code of the tool when it found something
 # Mistakes of parity/unit/cpu_device/kernels/planted_bugs.cu, and the tool that must find each.
 PLANTED = (
@@ -61,7 +62,9 @@ def jobs() -> list[Job]:
     found = [Job(tool, kernel, ["planted", "--kernel", kernel], planted=True) for tool, kernel in PLANTED]
     for tool in TOOLS:
         found += [Job(tool, f"model, {plan}", ["model", "--variants", plan]) for plan in ("portable", "fast")]
-        found.append(Job(tool, "operations", ["operations"]))
+        parts = APART if tool == "racecheck" else ()  # one process would take minutes
+        found += [Job(tool, f"operations, {text}", ["operations", "--only", text]) for text in parts]
+        found.append(Job(tool, "operations" + ", others" * bool(parts), ["operations", *(word for text in parts for word in ("--but", text))]))
     found.append(Job("initcheck", "model, fast", ["model", "--variants", "fast"], judged=False))
     return found
 

@@ -73,7 +73,7 @@ def operations(args: argparse.Namespace) -> list[Device]:
         pass
 
     for name, test in inspect.getmembers(published, inspect.isfunction):
-        if not name.startswith("test_") or (args.only and not any(text in name for text in args.only)):
+        if not name.startswith("test_") or (args.only and not any(text in name for text in args.only)) or any(text in name for text in args.but):
             continue
         for case in cases(test):
             hostile = Hostile(device=device.torch_device)
@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--variants", choices=("portable", "fast"), default="portable")
     parser.add_argument("--kernel", default="correct", help="of planted_bugs.cu")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="operations: tests whose name holds this text")
+    parser.add_argument("--but", action="append", default=[], metavar="TEXT", help="operations: no tests whose name holds this text")
     args = parser.parse_args()
     with torch.inference_mode():
         devices = {"model": model, "operations": operations, "planted": planted}[args.what](args)
