@@ -186,8 +186,9 @@ def test_project_router_is_a_product_and_a_rounding(D, E, T, device, hostile):
 @TOKENS
 @pytest.mark.parametrize("scoring", ["sqrtsoftplus", "sigmoid", "softmax"])
 @pytest.mark.parametrize(("E", "k", "width", "by"), [(8, 2, 128, "bias"), (37, 6, 40, "hash"), (384, 8, 264, "bias"), (6, 6, 16, "scores")])
-def test_project_shared_is_its_products_and_the_router(E, k, width, by, scoring, T, device, hostile):
-    D, vocab, both = 256, 53, Twice(hostile)
+@pytest.mark.parametrize("D", [256])
+def test_project_shared_is_its_products_and_the_router(D, E, k, width, by, scoring, T, device, hostile):
+    vocab, both = 53, Twice(hostile)
     x_q, w1, w3 = bf16(hostile, T, D, seed=1), fp8(hostile, width, D, 2), fp8(hostile, width, D, 4)
     logits = torch.randn(T, E, generator=generator(6)) * 3
     logits[:, : E // 2] = logits[:, :1]  # ties

@@ -126,7 +126,7 @@ def test_every_variant_ran_and_is_recorded():
     for source in ("linear_fp8", "linear_bf16", "experts"):
         assert {(source, f"{source}_{variant}") for variant in ops.LINEAR_VARIANTS} <= ran
     assert ("experts", "experts_plan") in ran
-    assert {("linear_stream", "linear_fp8_stream8"), ("linear_stream", "linear_bf16_stream16"), ("experts_stream", "experts_stream32")} <= ran
+    assert {("linear_stream", "linear_fp8_ring8"), ("linear_stream", "linear_bf16_stream16"), ("experts_stream", "experts_ring16")} <= ran
     assert {("linear_tiles", "linear_fp8_tiles128"), ("linear_tiles", "linear_bf16_tiles256"), ("experts_tiles", "experts_order"), ("experts_tiles", "experts_tiles128")} <= ran
 
 
@@ -150,8 +150,8 @@ def test_wrappers_say_what_does_not_fit():
     device = open_device("cpu")
     x, out = torch.ones(9, 64, dtype=BF16), torch.empty(9, 8, dtype=BF16)
     weight, scale = torch.zeros(8, 64, dtype=U8), torch.zeros(1, 1, dtype=U8)
-    with pytest.raises(KernelError, match=r"linear_fp8: no variant 'wgmma'; it has naive, thin, mma"):
-        ops.linear_fp8(device, x, weight, scale, out, variant="wgmma")
+    with pytest.raises(KernelError, match=r"linear_fp8: no variant 'dense'; it has naive, thin, mma"):
+        ops.linear_fp8(device, x, weight, scale, out, variant="dense")
     with pytest.raises(KernelError, match=r"linear_fp8: scale is \[2, 1\], expected \[1, 1\]"):
         ops.linear_fp8(device, x, weight, torch.zeros(2, 1, dtype=U8), out)
     with pytest.raises(KernelError, match="expected contiguous"):
