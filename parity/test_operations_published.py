@@ -29,6 +29,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from parity import test_operations_at_once as together
 from parity.session import RUN
 from parity.test_operations_attention import Pooling, entry_values, stored_entry
 from probes.core.inputs import Hostile
@@ -755,3 +756,53 @@ def test_hc_head(world, T, variant, device, hostile, compare):
     with where_it_runs(world):
         ops.hc_head(device, hostile.strided(X), hostile.packed(fn), hostile.packed(base), hostile.packed(scale), a, c.hc_eps, c.rms_norm_eps, variant=variant, **extra)
     compare("hc_head", f"{variant}, {T} x {n} x {D}", a, lambda sums: ref.hc_head(X.float(), fn, base, scale, c.hc_eps, c.rms_norm_eps, sums), rounded=True)
+
+
+# ---- several operations in one launch: the bits of those they stand for, by the checks of test_operations_at_once.py ----
+
+FEW = pytest.mark.parametrize("few", [1, 9], ids=lambda n: f"{n} tokens")  # a decode step
+
+
+@FEW
+def test_quant_rows_and_swiglu_quant_and_combine_rows(few, world, device, hostile):
+    c = world.c
+    k, width = c.num_experts_per_tok, c.moe_intermediate_size
+    for rows, dim in ((few, c.hidden_size), (few, c.q_lora_rank), (few, c.o_groups * c.o_lora_rank), (few * k, width)):
+        together.test_quant_rows_is_act_quant(rows, dim, device, hostile)
+    together.test_swiglu_quant_is_swiglu_then_act_quant(few, k, width, device, hostile)
+    together.test_combine_rows_is_moe_combine(few, k, c.hidden_size, device, hostile)
+
+
+@FEW
+@pytest.mark.parametrize("kind", ["window", "hca", "csa"])
+def test_project_hidden(kind, few, world, device, hostile):
+    c = world.c
+    pooled = c.head_dim * (2 if kind == "csa" else 1)
+    together.test_project_hidden_is_its_products(kind, c.hidden_size, c.q_lora_rank, c.head_dim, pooled, 2 * c.index_head_dim, c.index_n_heads, few, device, hostile)
+
+
+@FEW
+@pytest.mark.parametrize("indexed", [True, False], ids=["with an indexer", "without"])
+def test_project_latents_and_query_heads(indexed, few, world, device, hostile):
+    c = world.c
+    hi, di = (c.index_n_heads, c.index_head_dim) if indexed else (0, 0)
+    together.test_project_latents_is_its_products(c.q_lora_rank, c.num_attention_heads * c.head_dim, hi * di, few, device, hostile)
+    together.test_query_heads_are_norms_rotations_and_hadamard(c.num_attention_heads, c.head_dim, c.qk_rope_head_dim, hi, di, few, device, hostile)
+
+
+@FEW
+def test_project_router_and_shared_and_down(few, world, device, hostile):
+    """The router over all experts; products down over eight of them: what is made here is made on the host."""
+    c = world.c
+    D, E, k, width = c.hidden_size, c.n_routed_experts, c.num_experts_per_tok, c.moe_intermediate_size
+    together.test_project_router_is_a_product_and_a_rounding(D, E, few, device, hostile)
+    by = "hash" if few == 1 else "bias"
+    together.test_project_shared_is_its_products_and_the_router(D, E, k, width, by, "sqrtsoftplus", few, device, hostile)
+    together.test_project_down_is_both_products(8, k, width, D, few, device, hostile)
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128], ids=["window", "csa", "hca"])
+def test_latents(ratio, world, device, hostile):
+    c = world.c
+    for start in ([3, 127, 6, 255, 4], [131], [LAST - 1_048_448]):  # the caches of this check hold 128 entries
+        together.test_latents_are_norms_rotations_stores_and_compressors(start, c.q_lora_rank, c.head_dim, c.qk_rope_head_dim, c.index_head_dim, ratio, device, hostile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 from pathlib import Path
 from typing import Any
@@ -33,22 +34,31 @@ def test_known_variants_are_those_that_the_wrapper_names_when_it_refuses():
         ops.act_quant(device, torch.zeros(1, 128, dtype=torch.bfloat16), torch.zeros(1, 128, dtype=torch.bfloat16), variant="?")
 
 
-def calls_of(source: str) -> set[str]:
-    """Names called as ops.NAME."""
-    return {
-        node.func.attr
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name) and node.func.value.id == "ops"
-    }
+def calls_of(path: Path) -> set[str]:
+    """Names of what is called, as NAME or MODULE.NAME."""
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return {f.attr if isinstance(f, ast.Attribute) else f.id for f in calls if isinstance(f, ast.Attribute | ast.Name)}
+
+
+def wrappers() -> set[str]:
+    """Every public function of production/ops that launches: its first argument is the device."""
+    found = set()
+    for path in sorted((ROOT / "production" / "ops").glob("*.py")):
+        module = importlib.import_module("production.ops" if path.stem == "__init__" else f"production.ops.{path.stem}")
+        functions = inspect.getmembers(module, inspect.isfunction)
+        found |= {name for name, f in functions if f.__module__.startswith("production.ops") and not name.startswith("_") and "dev" in inspect.signature(f).parameters}
+    return found
 
 
 def test_every_operation_is_run_at_published_sizes_here_or_elsewhere():
-    source = Path(str(published.__file__)).read_text()
-    pooled = calls_of((ROOT / "parity" / "test_operations_attention.py").read_text()) & {"compressor_prefill", "compressor_step"}  # by its class Pooling
-    wrappers = {name for name in ops.__all__ if "dev" in inspect.signature(getattr(ops, name)).parameters}
-    assert wrappers - calls_of(source) - pooled == set(published.ELSEWHERE)
+    parity = ROOT / "parity"
+    called = calls_of(Path(str(published.__file__)))
+    called |= calls_of(parity / "test_operations_attention.py") & {"compressor_prefill", "compressor_step"}  # by its class Pooling
+    checks = [f for f in ast.parse((parity / "test_operations_at_once.py").read_text()).body if isinstance(f, ast.FunctionDef) and f.name in called]
+    at_once = {node.func.attr for f in checks for node in ast.walk(f) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "at_once"}
+    assert wrappers() - called - at_once == set(published.ELSEWHERE)
     for name, where in published.ELSEWHERE.items():
-        assert f"def test_{name}" in "".join(path.read_text() for path in (ROOT / "parity").glob("test_operations_*.py")) or name in ("token_positions", "advance"), where
+        assert f"def test_{name}" in "".join(path.read_text() for path in parity.glob("test_operations_*.py")) or name in ("token_positions", "advance"), where
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 131])
