@@ -214,6 +214,14 @@ template <int COUNT> __device__ __forceinline__ void wgmma_keep(unsigned (&a)[CO
 #endif
 }
 
+// The same number, of which the compiler knows nothing: what follows from it is computed here, not kept in registers from before a loop.
+__device__ __forceinline__ int computed_here(int x) {
+#ifndef CUDA_ON_CPU
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 // A pointer is computed here and kept, not put together anew at each use.
 template <class T> __device__ __forceinline__ void compute_once(T *&p) {
 #ifndef CUDA_ON_CPU

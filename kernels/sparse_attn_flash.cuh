@@ -57,16 +57,6 @@ template <int D, int HEADS, int PARTS> struct Shape {
 
 // ---- entries ----
 
-// Two e4m3 codes of a word, by which of its bytes -> two bf16 with their bits: 2^-120 of their values, also of subnormal ones.
-// select_bytes puts a code below eight copies of its sign.
-template <int FIRST> __device__ __forceinline__ unsigned widen_codes(unsigned word) {
-  return select_bytes(word, 0, FIRST ? 0xb3a2 : 0x9180) << 4 & 0x87f087f0u;
-}
-
-// Bits 7 of bytes that are not to be decoded at once: a code that is a NaN; a scale that times 2^120 is no bf16.
-__device__ __forceinline__ unsigned nan_codes(unsigned word) { return (word & 0x7f7f7f7fu) + 0x01010101u; }
-__device__ __forceinline__ unsigned large_scales(unsigned word) { return (word & 0x7f7f7f7fu) + 0x79797979u & word; }  // > 134
-
 // Bytes of 64 entries -> kv [64][ROW]. A key is decoded by 8 threads, 8 codes at a time. All threads call.
 template <class S, int D> __device__ __forceinline__ void decode_tile(const unsigned char *raw, __nv_bfloat16 *kv) {
   const int warp = threadIdx.x / WARP, group = threadIdx.x % WARP / 8, lane = threadIdx.x % 8;

@@ -97,74 +97,12 @@ __device__ __forceinline__ Mbarrier *barrier(int number) { return reinterpret_ca
 
 // ---- loading ----
 
-// Of a key that eight lanes share: lane `sub` has its chunks of 8 dims at 64 panel + 8 sub, here those of half an entry.
-struct Half {
-  uint2 raw[HALF + 1];
-};
-
-template <int VALUE> struct Side {
-  static constexpr int value = VALUE;
-};
-
 __device__ __forceinline__ uint2 load_8_bytes(const unsigned char *p) { return __ldg(reinterpret_cast<const uint2 *>(p)); }
 
-// Panels 0..3, or panels 4..6 and the rotated dims. entry is null where there is no key: nothing.
-template <int SIDE> __device__ __forceinline__ void load_half(Half &half, const unsigned char *entry, int sub) {
-  if (!entry) return;
-  const unsigned char *codes = entry + SIDE * HALF * SCALE_BLOCK + sub * 8;
-#pragma unroll
-  for (int i = 0; i < HALF - SIDE; i++) half.raw[i] = load_8_bytes(codes + i * SCALE_BLOCK);
-  if (SIDE == 1) {
-    half.raw[HALF - 1] = load_8_bytes(entry + D - R + sub * 16);
-    half.raw[HALF] = load_8_bytes(entry + D - R + sub * 16 + 8);
-  }
-}
-
-// The scale of a block as two bf16. Plain: not at the ends of the range.
-template <bool IS_PLAIN> __device__ __forceinline__ unsigned scale_pair(const uint2 &scales, int block) {
-  const unsigned word = block < 4 ? scales.x : scales.y;
-  if (IS_PLAIN) return __byte_perm(word, 0u, 0x4040u + block % 4 * 0x101u) << 7;
-  const float scale = e8m0_decode(word >> block % 4 * 8 & 0xffu);
-  return pack_bf16_pair(scale, scale);
-}
-
-// Whether all seven scales lie in 2^-63 .. 2^64: the upper two bits of each byte differ. The eighth byte is padding.
-__device__ __forceinline__ bool all_plain(const uint2 &scales) {
-  const unsigned low = scales.x, high = scales.y & 0xffffffu | 0x40000000u;
-  return ((low ^ low << 1) & (high ^ high << 1) & 0x80808080u) == 0x80808080u;
-}
-
-template <int SIDE, bool IS_PLAIN>
-__device__ __forceinline__ void decode_half(const Half &half, const uint2 &scales, unsigned char *to) {
-#pragma unroll
-  for (int i = 0; i < HALF - SIDE; i++) {
-    const unsigned scale = scale_pair<IS_PLAIN>(scales, SIDE * HALF + i);
-    float low[4], high[4];
-    e4m3_convert_4(low, half.raw[i].x);
-    e4m3_convert_4(high, half.raw[i].y);
-    uint4 packed;
-    packed.x = multiply_bf16_pairs(pack_bf16_pair(low[0], low[1]), scale);
-    packed.y = multiply_bf16_pairs(pack_bf16_pair(low[2], low[3]), scale);
-    packed.z = multiply_bf16_pairs(pack_bf16_pair(high[0], high[1]), scale);
-    packed.w = multiply_bf16_pairs(pack_bf16_pair(high[2], high[3]), scale);
-    *reinterpret_cast<uint4 *>(to + i * PANEL_BYTES) = packed;
-  }
-  if (SIDE == 1)
-    *reinterpret_cast<uint4 *>(to + (HALF - 1) * PANEL_BYTES) =
-        make_uint4(half.raw[HALF - 1].x, half.raw[HALF - 1].y, half.raw[HALF].x, half.raw[HALF].y);
-}
-
-// Decodes what load_half loaded, zeros without a key; `to` is the chunk's place in the first of the four panels. Whole warps.
-template <int SIDE>
-__device__ __forceinline__ void store_half(const Half &half, const uint2 &scales, bool plain_warp, bool is_key, unsigned char *to) {
-  if (plain_warp) {
-    decode_half<SIDE, true>(half, scales, to);
-    return;
-  }
-  Half kept;
-#pragma unroll
-  for (int i = 0; i < HALF + SIDE; i++) kept.raw[i] = is_key ? half.raw[i] : make_uint2(0u, 0u);
-  decode_half<SIDE, false>(kept, scales, to);
+// Eight codes -> eight bf16; factor is 2^120 times their scale, twice.
+__device__ __forceinline__ uint4 decode_8(const uint2 &codes, unsigned factor) {
+  return make_uint4(multiply_bf16_pairs(widen_codes<0>(codes.x), factor), multiply_bf16_pairs(widen_codes<2>(codes.x), factor),
+                    multiply_bf16_pairs(widen_codes<0>(codes.y), factor), multiply_bf16_pairs(widen_codes<2>(codes.y), factor));
 }
 
 // Where a key lies, in 32 bits: 8-byte words from the ring's or the entries' first byte. From lane to lane by one shuffle.
@@ -212,15 +150,17 @@ __device__ __forceinline__ void start_queries(const Call &call, const Item &item
   cp_async_commit();
 }
 
-// What a loading lane knows of the tile of one stage: the key that it has found, and which of the warp's keys ..
-struct Stage {
+// What a loading lane knows of the tile of one stage: its own key, and which of the warp's keys there are, bit i: key i.
+struct Tile {
   unsigned place;
   uint2 scales;
-  unsigned seen, plain;  // .. there are, bit i: key i; .. have plain scales, too
+  unsigned seen;
 };
 
-// A warp has KEYS / PRODUCER_WARPS keys of a tile: lane i finds key i, lanes 8 g + sub decode keys 4 k + g. AHEAD: the next half
-// is asked for key by key while this one is decoded, so that loads are on their way at the fence; else after it.
+// A warp has KEYS / PRODUCER_WARPS keys of a tile: lane i finds key i; lanes 8 g + sub decode keys 4 k + g, of each the chunks of
+// 8 dims at 64 panel + 8 sub. Halves of tiles, SIDE by SIDE: panels 0..3, or 4..6 and the rotated dims, are loaded a half
+// ahead. AHEAD: they are asked for key by key while the half before is decoded, so that loads are on their way at the fence; else
+// after it.
 template <bool SPLIT, bool AHEAD> __device__ __forceinline__ void load(const Call &call) {
   const int thread = threadIdx.x - 2 * WARPGROUP, warp = thread / WARP, lane = thread % WARP, sub = lane % 8;
   const int own_key = warp * WARP_KEYS + lane % WARP_KEYS;
@@ -265,19 +205,34 @@ template <bool SPLIT, bool AHEAD> __device__ __forceinline__ void load(const Cal
         keys.visible[key.column] = key.shown;
       }
     const auto listed = [&](int i) { return i >= keys.in_window && i < keys.total ? entry_at(keys, i) : -1; };
-    const auto find = [&](Stage &stage, int i, int e) {
-      stage.place = place_of_key(keys, i, e);
-      stage.seen = __ballot_sync(FULL_MASK, stage.place != NOWHERE);
-      stage.scales = stage.place != NOWHERE ? load_8_bytes(bytes_at(keys, stage.place) + D + R) : make_uint2(0u, 0u);
+    const auto find = [&](int i, int e) {
+      Tile tile;
+      tile.place = place_of_key(keys, i, e);
+      tile.seen = __ballot_sync(FULL_MASK, tile.place != NOWHERE);
+      tile.scales = tile.place != NOWHERE ? load_8_bytes(bytes_at(keys, tile.place) + D + R) : make_uint2(0u, 0u);
+      return tile;
     };
-    const auto of_slot = [&](const Stage &stage, int k) { return bytes_at(keys, __shfl_sync(FULL_MASK, stage.place, 4 * k + lane / 8)); };
-    Stage even, odd;
-    Half halves[SLOTS];
-    int next = listed(start + own_key);  // entry of the key that is looked for next
-    find(even, start + own_key, next);
+    uint2 raw[SLOTS][HALF + 1];
+    // Asks for half a key.
+    const auto ask = [&](const Tile &tile, int side, int k) {
+      const unsigned char *entry = bytes_at(keys, __shfl_sync(FULL_MASK, tile.place, 4 * k + lane / 8));
+      if (entry) {
+        const unsigned char *codes = entry + side * HALF * SCALE_BLOCK + sub * 8, *last = side ? entry + D - R + sub * 16 : codes + (HALF - 1) * SCALE_BLOCK;
 #pragma unroll
-    for (int k = 0; k < SLOTS; k++) load_half<0>(halves[k], of_slot(even, k), sub);
-    next = listed(start + own_key + KEYS);
+        for (int i = 0; i < HALF - 1; i++) raw[k][i] = load_8_bytes(codes + i * SCALE_BLOCK);
+        raw[k][HALF - 1] = load_8_bytes(last);
+        if (side) raw[k][HALF] = load_8_bytes(last + 8);
+      }
+      if (tile.seen != FULL_MASK)  // keys that are not there are zeros: 0 times p is to be 0
+#pragma unroll
+        for (int i = 0; i <= HALF; i++) raw[k][i] = entry ? raw[k][i] : make_uint2(0u, 0u);
+    };
+    int key = start + own_key;  // of this lane, in the tile that is looked for next
+    Tile even = find(key, listed(key)), odd = even;
+    key += KEYS;
+    int next = listed(key);
+#pragma unroll
+    for (int k = 0; k < SLOTS; k++) ask(even, 0, k);
     if (!early) {
       mbarrier_wait(barrier(Q_FREE), items & 1 ^ 1);
       start_queries(call, item, thread);
@@ -288,40 +243,60 @@ template <bool SPLIT, bool AHEAD> __device__ __forceinline__ void load(const Cal
     mbarrier_arrive_warp(barrier(Q_FULL));
     items++;
 
-    // Decodes the half that is in registers into its place, and loads the next one.
-    const auto fill = [&](auto side, int number_of_stage, Stage &stage, auto load_next) {
-      constexpr int SIDE = decltype(side)::value;
-      mbarrier_wait(barrier(FREE + 2 * number_of_stage + SIDE), uses & 1 ^ 1);
-      unsigned char *to = smem + AT_KV + number_of_stage * TILE_BYTES + SIDE * HALF * PANEL_BYTES;
-      if (SIDE == number_of_stage) {  // the first of the stage's halves
-        if (lane == 0) reinterpret_cast<unsigned short *>(smem + AT_SEEN)[number_of_stage * 4 + warp] = (unsigned short)stage.seen;
-        stage.plain = __ballot_sync(FULL_MASK, all_plain(stage.scales));
-      }
+    for (int begin = start; begin < keys.total; begin += 2 * KEYS, uses++)
+#pragma unroll 1
+      for (int part = 0; part < 4; part++) {  // stage 0 left, 1 right, 0 right, 1 left
+        const int stage = part & 1, side = part == 1 || part == 2;
+        const bool to_find = part == 0 || part == 3;  // the tile of the other stage
+        Tile found;
+        if (to_find) {
+          found = find(key, next);
+          key += KEYS;
+          next = listed(key);
+        }
+        const Tile tile = stage ? odd : even;
+        if (to_find && stage) even = found;
+        if (to_find && !stage) odd = found;
+        const Tile after = stage ? even : odd;
+        mbarrier_wait(barrier(FREE + 2 * stage + side), uses & 1 ^ 1);
+        unsigned char *to = smem + AT_KV + stage * TILE_BYTES + side * HALF * PANEL_BYTES + first_chunk;
+        if (side == stage && lane == 0)  // the first of the stage's halves
+          reinterpret_cast<unsigned short *>(smem + AT_SEEN)[stage * 4 + warp] = (unsigned short)tile.seen;
+        const unsigned own_scales = side ? tile.scales.y & 0xffffffu : tile.scales.x;
+        unsigned slow = large_scales(own_scales);
 #pragma unroll
-      for (int k = 0; k < SLOTS; k++) {
-        const int key = 4 * k + lane / 8;
-        const uint2 scales = make_uint2(__shfl_sync(FULL_MASK, stage.scales.x, key), __shfl_sync(FULL_MASK, stage.scales.y, key));
-        store_half<SIDE>(halves[k], scales, (stage.plain >> 4 * k & 15u) == 15u, stage.seen >> key & 1, to + (first_chunk ^ k % 2 * 64) + k * 4 * SWIZZLE_ROW_BYTES);
-        if (AHEAD) load_next(k);
-      }
-      fence_proxy_async();
-      mbarrier_arrive_warp(barrier(FULL + 2 * number_of_stage + SIDE));
-      if (!AHEAD) {
+        for (int k = 0; k < SLOTS; k++) {
+          const unsigned exponents = __shfl_sync(FULL_MASK, own_scales, 4 * k + lane / 8) + 0x78787878u;  // of 2^120 scale
+          unsigned char *chunk = smem + ((unsigned)(to - smem) ^ k % 2 * 64) + k * 4 * SWIZZLE_ROW_BYTES;
 #pragma unroll
-        for (int k = 0; k < SLOTS; k++) load_next(k);
+          for (int i = 0; i < HALF; i++) {
+            if (i == HALF - 1 && side) {
+              *reinterpret_cast<uint4 *>(chunk + i * PANEL_BYTES) = make_uint4(raw[k][i].x, raw[k][i].y, raw[k][i + 1].x, raw[k][i + 1].y);
+            } else {
+              slow |= nan_codes(raw[k][i].x) | nan_codes(raw[k][i].y);
+              *reinterpret_cast<uint4 *>(chunk + i * PANEL_BYTES) = decode_8(raw[k][i], __byte_perm(exponents, 0u, 0x4040u + i * 0x101u) << 7);
+            }
+          }
+          if (AHEAD) ask(after, part < 2, k);
+        }
+        if (__any_sync(FULL_MASK, slow & 0x80808080u))  // a NaN, or a scale above 2^7: once more, one by one
+#pragma unroll 1
+          for (int k = 0; k < SLOTS; k++) {
+            const unsigned char *entry = bytes_at(keys, __shfl_sync(FULL_MASK, tile.place, 4 * k + lane / 8));
+            if (!entry) continue;
+#pragma unroll 1
+            for (int i = 0; i < 8 * (HALF - side); i++) {
+              const int panel = i / 8, column = i % 8;
+              __nv_bfloat16 *chunk = reinterpret_cast<__nv_bfloat16 *>(smem + ((unsigned)(to - smem) ^ k % 2 * 64) + k * 4 * SWIZZLE_ROW_BYTES + panel * PANEL_BYTES);
+              chunk[column] = to_bf16(load_entry_dim(entry, (side * HALF + panel) * SCALE_BLOCK + sub * 8 + column, D, R));
+            }
+          }
+        fence_proxy_async();
+        mbarrier_arrive_warp(barrier(FULL + 2 * stage + side));
+        if (!AHEAD)
+#pragma unroll
+          for (int k = 0; k < SLOTS; k++) ask(after, part < 2, k);
       }
-    };
-    for (int begin = start; begin < keys.total; begin += 2 * KEYS, uses++) {
-      const int after = begin + 2 * KEYS + own_key;  // the own key of the next even tile
-      find(odd, begin + KEYS + own_key, next);
-      fill(Side<0>(), 0, even, [&](int k) { load_half<1>(halves[k], of_slot(odd, k), sub); });
-      next = listed(after);
-      fill(Side<1>(), 1, odd, [&](int k) { load_half<1>(halves[k], of_slot(even, k), sub); });
-      fill(Side<1>(), 0, even, [&](int k) { load_half<0>(halves[k], of_slot(odd, k), sub); });
-      find(even, after, next);
-      next = listed(after + KEYS);
-      fill(Side<0>(), 1, odd, [&](int k) { load_half<0>(halves[k], of_slot(even, k), sub); });
-    }
   }
   mbarrier_wait(barrier(Q_FREE), items & 1 ^ 1);
   if (thread == 0) work_of(items)->y = 0;
@@ -439,14 +414,14 @@ __device__ __forceinline__ void exponentials(float (&s)[32], unsigned (&p)[PARTS
 }
 
 // Where a lane's row of stmatrix_x4 lies for a warp's rows 0..15 and chunks `chunk`, `chunk` + 1 of a panel.
-__device__ __forceinline__ unsigned char *matrix_row(unsigned char *panel, int first_row, int chunk) {
-  const int lane = threadIdx.x % WARP;
+__device__ __forceinline__ unsigned char *matrix_row(unsigned char *panel, int first_row, int chunk, int lane) {
   return panel + swizzle_128(first_row + lane % 16, chunk + lane / 16);
 }
 
 // p times the factor of its row, a power of two, into the owner's panels; first_row is the warp's.
 template <int PARTS, bool WHOLE>
-__device__ __forceinline__ void hand_over(const unsigned (&p)[PARTS][4][4], const float (&factor)[2], int owner, int first_row) {
+__device__ __forceinline__ void hand_over(const unsigned (&p)[PARTS][4][4], const float (&factor)[2], int owner) {
+  const int thread = computed_here(threadIdx.x % WARPGROUP), first_row = thread / WARP * 16;
   const unsigned factors[2] = {pack_bf16_pair(factor[0], factor[0]), pack_bf16_pair(factor[1], factor[1])};
 #pragma unroll
   for (int part = 0; part < PARTS; part++)
@@ -456,7 +431,7 @@ __device__ __forceinline__ void hand_over(const unsigned (&p)[PARTS][4][4], cons
 #pragma unroll
       for (int pair = 0; pair < 4; pair++)
         scaled[pair] = WHOLE ? p[part][k][pair] : multiply_bf16_pairs(p[part][k][pair], factors[pair % 2]);
-      stmatrix_x4(matrix_row(smem + AT_P + (owner * 2 + part) * PANEL_BYTES, first_row, 2 * k), scaled);
+      stmatrix_x4(matrix_row(smem + AT_P + (owner * 2 + part) * PANEL_BYTES, first_row, 2 * k, thread % WARP), scaled);
     }
   fence_proxy_async();
   mbarrier_arrive_warp(barrier(P_READY + owner));
@@ -491,8 +466,8 @@ __device__ __forceinline__ float exp2_below(float a, float b) { return a == b ? 
 // Sums over the sink, and stores this warpgroup's 256 dims of up to 64 heads by way of its panels of p, which nobody reads now.
 // Of a split: leaves them, and maximum and sum of exponentials.
 template <bool SPLIT>
-__device__ __forceinline__ void finish(const Call &call, const Item &item, bool is_part, float (&o)[128], Running &run, int side, int items,
-                                       int row, int t) {
+__device__ __forceinline__ void finish(const Call &call, const Item &item, bool is_part, float (&o)[128], Running &run, int side, int items) {
+  const int thread = computed_here(threadIdx.x % WARPGROUP), lane = thread % WARP, t = lane % 4, first_row = thread / WARP * 16, row = first_row + lane / 4;
   float *sums = reinterpret_cast<float *>(smem + AT_SUMS) + (items & 1) * 2 * HEADS;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -523,7 +498,6 @@ __device__ __forceinline__ void finish(const Call &call, const Item &item, bool 
     const float with_sink = fmaxf(run.largest[r], sink), share = exp2_below(run.largest[r], with_sink);
     scale[r] = share / fmaf(sums[head] + sums[HEADS + head], share, exp2_below(sink, with_sink));
   }
-  const int lane = threadIdx.x % WARP, first_row = row - lane / 4;
   unsigned char *panels = smem + AT_P + side * 2 * PANEL_BYTES;  // 2 panels: 128 dims a round; a warp uses its own 16 rows
   const bool aligned = (reinterpret_cast<unsigned long long>(call.out) | call.out_stride * 2) % 16 == 0;
   __nv_bfloat16 *out = call.out + item.token * call.out_stride + (long long)item.head0 * D + side * HALF * 64 + lane % 16 * 8;
@@ -534,7 +508,7 @@ __device__ __forceinline__ void finish(const Call &call, const Item &item, bool 
       const float *x = o + (round * 8 + j) * 8;
       const unsigned two_blocks[4] = {pack_bf16_pair(x[0] * scale[0], x[1] * scale[0]), pack_bf16_pair(x[2] * scale[1], x[3] * scale[1]),
                                       pack_bf16_pair(x[4] * scale[0], x[5] * scale[0]), pack_bf16_pair(x[6] * scale[1], x[7] * scale[1])};
-      stmatrix_x4(matrix_row(panels + j / 4 * PANEL_BYTES, first_row, j % 4 * 2), two_blocks);
+      stmatrix_x4(matrix_row(panels + j / 4 * PANEL_BYTES, first_row, j % 4 * 2, lane), two_blocks);
     }
     __syncwarp();
 #pragma unroll
@@ -576,7 +550,7 @@ template <int PARTS, int SIDE, bool SPLIT> __device__ __forceinline__ void multi
         start_own_sums<PARTS>(o, p, 0, 0);
         mbarrier_wait(barrier(P_READY + 1), uses & 1);
         hear_largest(run, other, 1, row);
-        hand_over<PARTS, false>(p, other, 0, row - lane / 4);
+        hand_over<PARTS, false>(p, other, 0);
         wgmma_wait<0>();
         wgmma_keep(o);
         mbarrier_arrive_warp(barrier(FREE));
@@ -595,7 +569,7 @@ template <int PARTS, int SIDE, bool SPLIT> __device__ __forceinline__ void multi
         for (int r = 0; r < 2; r++) own[r] *= other[r];
         rescale(o, own);
         start_own_sums<PARTS>(o, p, 1, 1);
-        hand_over<PARTS, true>(p, own, 1, row - lane / 4);
+        hand_over<PARTS, true>(p, own, 1);
         mbarrier_wait(barrier(P_READY), uses & 1);
         start_other_sums<PARTS>(o, 0, 1);
         wgmma_wait<1>();
@@ -607,7 +581,7 @@ template <int PARTS, int SIDE, bool SPLIT> __device__ __forceinline__ void multi
     }
     const int number = work_of(items)->x;
     const bool is_part = SPLIT && number < 0;
-    finish<SPLIT>(call, item_of<SPLIT>(call, is_part ? ~number : number), is_part, o, run, SIDE, items, row, t);
+    finish<SPLIT>(call, item_of<SPLIT>(call, is_part ? ~number : number), is_part, o, run, SIDE, items);
     items++;
   }
 }

@@ -116,7 +116,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Check]] = {
     "flash: a tile's keys are those of the tile before": ("sparse_attn_flash.cuh", "seen + slot * 2, a.scale", "seen + (slot ^ 1) * 2, a.scale", FLASH_HOLES),
     "flash: sinks of the first block for all": ("sparse_attn_flash.cuh", "l + threadIdx.x, HEADS, used, a.sink[head0 + threadIdx.x]", "l + threadIdx.x, HEADS, used, a.sink[threadIdx.x]", FLASH_BLOCKS),
     "flash: scales of the first four blocks for all": ("sparse_attn_flash.cuh", "(block < 4 ? scales.x : scales.y)", "scales.x", FLASH_CODES),
-    "flash: large scales go the quick way": ("sparse_attn_flash.cuh", "+ 0x79797979u & word", "& 0u", FLASH_CODES),
+    "flash: large scales go the quick way": ("entry.cuh", "+ 0x79797979u & word", "& 0u", FLASH_CODES),
     "flash: a counter is left behind": ("sparse_attn_flash.cuh", "if (*last) *counter = 0;", "", FLASH_HOLES),
     "scale of another block": ("entry.cuh", "entry[entry_scales(d, r) + part]", "entry[entry_scales(d, r) + part / 2]", WIDE),
     "scale one up at an exact power": ("common.cuh", "(bits & 0x7fffffu) > 0x600000u", "(bits & 0x7fffffu) >= 0x600000u", STORE_512),
