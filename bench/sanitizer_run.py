@@ -51,7 +51,7 @@ def cases(test: Any) -> Iterator[dict[str, Any]]:
     from parity import test_operations_published as published
 
     marks = [mark.args for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
-    axes = [[{name: value} for value in values] for name, values in marks]
+    axes = [[{name: value} for value in (values[-1:] if name == "few" else values)] for name, values in marks]
     names = inspect.signature(test).parameters
     if "T" in names:
         axes.append([{"T": 3}])
