@@ -10,9 +10,9 @@
 //          KEYS = 64 M GROUPS
 // variants 5 wgmma (decode): 3 warpgroups, keys decoded while the product of those before runs | 8 wgmma_16: 4 warpgroups
 //          6 wgmma_tiles (prefill): 2 warpgroups keep 256 decoded keys each | 7 wgmma_tiles_3: 3 of 128
-//          9 wgmma_pairs: two queries a product, 2 warpgroups of 128 keys
+//          Two queries a product (N = 128) gave an illegal access on an H200, though not under emulation: not kept
 //
-// A is 64 keys of a warpgroup, 16 a warp, decoded into registers; B the 64 heads of a query in shared memory, or those of two; D keys x heads.
+// A is 64 keys of a warpgroup, 16 a warp, decoded into registers; B the 64 heads of a query in shared memory; D keys x heads.
 #include "hopper.cuh"
 #include "indexer.cuh"
 
@@ -323,11 +323,4 @@ indexer_tiles_wgmma_3(const unsigned char *prepared, const unsigned char *keys, 
                       float *score, int T, int E, int capacity, int ratio, long long keys_row_stride, long long scales_row_stride,
                       long long score_stride) {
   score_tiles<3, 2, 1>(prepared, keys, scales, position, row, score, T, E, capacity, ratio, keys_row_stride, scales_row_stride, score_stride);
-}
-
-extern "C" __global__ void __launch_bounds__(2 * WARPGROUP, 1)
-indexer_pairs_wgmma(const unsigned char *prepared, const unsigned char *keys, const unsigned char *scales, const int *position, const int *row,
-                    float *score, int T, int E, int capacity, int ratio, long long keys_row_stride, long long scales_row_stride,
-                    long long score_stride) {
-  score_tiles<2, 2, 2>(prepared, keys, scales, position, row, score, T, E, capacity, ratio, keys_row_stride, scales_row_stride, score_stride);
 }

@@ -68,7 +68,7 @@ PLANS = {plan.name: plan for plan in (PORTABLE, FAST)}
 HOPPER_ONLY = {
     "linear": {"wgmma": "tiles"},
     "experts": {"wgmma": "tiles"},
-    "indexer_score": {"wgmma": "int8", "wgmma_16": "int8", "wgmma_tiles": "int8_tiles", "wgmma_tiles_3": "int8_tiles", "wgmma_tiles_pairs": "int8_tiles"},
+    "indexer_score": {"wgmma": "int8", "wgmma_16": "int8", "wgmma_tiles": "int8_tiles", "wgmma_tiles_3": "int8_tiles"},
     "sparse_attn": {"wgmma": "flash", "wgmma_ahead": "flash", "wgmma_p_bf16": "flash_p_bf16", "wgmma_ahead_p_bf16": "flash_p_bf16"},
 }
 

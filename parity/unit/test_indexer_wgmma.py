@@ -12,7 +12,7 @@ from probes.core.inputs import Hostile
 from production.cpu_device import KERNELS
 from production.launch import open_device
 
-VARIANTS = ["wgmma", "wgmma_16", "wgmma_tiles", "wgmma_tiles_3", "wgmma_tiles_pairs"]
+VARIANTS = ["wgmma", "wgmma_16", "wgmma_tiles", "wgmma_tiles_3"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_scores_are_those_of_the_integer_mma(T, hi, capacity, E, variant, emulat
     assert emulated.ran[-1][0] == "indexer_wgmma" or any(source == "indexer_wgmma" for source, *_ in emulated.ran)
 
 
-@pytest.mark.parametrize("variant", ["wgmma", "wgmma_tiles", "wgmma_tiles_pairs"])
+@pytest.mark.parametrize("variant", ["wgmma", "wgmma_tiles"])
 def test_every_dim_is_read_where_it_lies(variant, emulated):
     """One dimension of one query at a time, in the last of 17 heads: the score is that dimension of the key."""
     world = World(T=128, hi=17, b=1, capacity=40, seed=3)
