@@ -6,11 +6,13 @@
 Three parts, each says where a fault begins. `instruction`: the smallest products and moves of kernels/hopper.cuh alone. `stage`: the
 kernel on keys that show one of its stages: one key (decoding, sums, store), unit vectors by panel (the output is the softmax),
 queries of zero (the output is the mean), tile borders, lists with holes. Then the shapes, checked against FP64 and timed; a token
-alone must give the bits that it gives among 4096. --only instruction | stage | Flash | Pro | 64K ...
+alone must give the bits that it gives among 4096. --only instruction | stage | Flash | Pro | 64K ... --profile: at which barriers the
+two multiplying warpgroups and the loading one wait, in cycles of a pair of tiles (bench/kernels/attention_profile.cu).
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from torch import Tensor
 from bench.harness import Bench
 from production import ops
 from production.launch import Device, open_device
+from production.ops.sparse_attn import WGMMA_SHARED
 
 D, R, WINDOW, QUERIES, LIMIT = 512, 64, 128, 4096, 4e-3
 PLAIN = D - R
@@ -237,6 +240,38 @@ def stages(bench: Bench, variant: str) -> None:
     stage("a maximum that moves", rising)
 
 
+# ---- who waits for whom ----
+
+PLACES = (*(f"full {s}{h}" for s in "01" for h in "LR"), *(f"free {s}{h}" for s in "01" for h in "LR"), "p of 0", "p of 1", "maximum", "queries", "queries free", "sums",
+          "products", "one product", "fence")  # fmt: skip
+ROLES, COUNTED_BLOCKS, WARPS = ("multiplies 0", "multiplies 1", "loads"), 8, 4
+
+
+def profile(bench: Bench, checks: Device, world: World, variant: str, title: str, keys: float) -> None:
+    """Cycles a warp spends on a pair of tiles, and of these at each place; what a fence takes. One line a role."""
+    where = bench.torch_device
+    entries, selected = world.entries, world.selected
+    assert entries is not None
+    args = (
+        world.q, world.ring, world.ring_position, entries, selected, world.position, world.row, world.sink, world.out, None, world.h, D, R, world.ring.shape[1],
+        world.window, 0 if selected is None else selected.shape[1], entries.shape[1], world.ratio, D**-0.5, world.q.stride(0), *world.ring.stride()[:2],
+        world.ring_position.stride(0), *entries.stride()[:2], 0 if selected is None else selected.stride(0), world.out.stride(0), 0, world.T,
+    )  # fmt: skip
+    blocks = min(3 if bench.small else SMS, world.T * -(-world.h // 64))
+    spent = torch.zeros(len(ROLES), len(PLACES) + 3, dtype=torch.int64, device=where)
+    for _ in range(2):  # the first warms up
+        checks.launch("attention_profile", "profile_take", (1,), (spent.numel(),), (spent,))
+        checks.launch("attention_profile", f"profile_{variant}", (blocks,), (384,), args, WGMMA_SHARED)
+    checks.launch("attention_profile", "profile_take", (1,), (spent.numel(),), (spent,))
+    checks.synchronize()
+    pairs = world.T * -(-world.h // 64) / blocks * -(-int(keys) // 128) * COUNTED_BLOCKS * WARPS
+    for role, row in zip(ROLES, spent.double().cpu(), strict=True):
+        whole, fences = max(1.0, float(row[17])), float(row[18])
+        parts = ", ".join(f"{name} {value / whole:.0%}" for name, value in zip(PLACES, row[:17].tolist(), strict=True) if value > 0.005 * whole)
+        print(f"    {variant} | {title} | {role}: {whole / pairs:,.0f} cycles a pair; waits: {parts}; a fence {row[16] / max(1.0, fences):,.0f} cycles", flush=True)
+    bench.note(**{f"profile {variant} {title}": spent.tolist()})
+
+
 # ---- shapes ----
 
 
@@ -261,7 +296,7 @@ def shape_world(bench: Bench, model: str, name: str) -> World:
     return World(bench, q.bfloat16(), position, random_entries(rng, slots), WINDOW, ratio, entries, selected)
 
 
-def shape(bench: Bench, model: str, name: str) -> None:
+def shape(bench: Bench, checks: Device, model: str, name: str) -> None:
     listed = LISTED[model] if name.startswith("CSA") else CONTEXTS[name][1] // 128
     title = f"{model} {name}, 128+{listed}, 4096 queries"
     variants = [*VARIANTS, "flash", *(["mma"] if (model, name) == ("Flash", "CSA 64K") else [])]
@@ -283,10 +318,15 @@ def shape(bench: Bench, model: str, name: str) -> None:
             lambda v=variant: (world.error(v, judged, want), 3 * LIMIT if v.endswith("p_bf16") else LIMIT),  # type: ignore[misc]
             bytes=4.0 * world.T * world.h * D, flops=flops, public_us=PUBLIC_US[model, name], predicted_us=predicted,
         )  # fmt: skip
+        if bench.args.profile and variant in VARIANTS and model == "Flash":
+            profile(bench, checks, world, variant, title, keys)
 
 
 def main() -> None:
-    bench = Bench("attention_prefill")
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--profile", action="store_true", help="on the card: where warps of the Flash shapes wait (compiles four kernels more)")
+
+    bench = Bench("attention_prefill", options=options)
     kernels = Path(__file__).resolve().parent / "kernels"
     emulate = "sm_90a" if bench.small else None
     checks = open_device(bench.device.name, kernels_dir=kernels, emulate=emulate)
@@ -301,7 +341,7 @@ def main() -> None:
     for model in HEADS:
         for name in CONTEXTS:
             with bench.section(f"{model} {name}"):
-                shape(bench, model, name)
+                shape(bench, checks, model, name)
     bench.finish()
 
 

@@ -612,6 +612,7 @@ template <int PARTS, bool SPLIT, bool AHEAD> __device__ __forceinline__ void att
   }
 }
 
+#ifndef WITHOUT_KERNELS  // bench/kernels/attention_profile.cu has its own
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sparse_attn_wgmma(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position, const unsigned char *entries,
                   const int *selected, const int *position, const int *row, const float *sink, __nv_bfloat16 *out,
@@ -697,3 +698,4 @@ sparse_attn_combine(const float *part_o, const float *part_ml, const float *sink
                     int heads, int d, int splits, int window, int listed, int capacity, int ratio, long long out_stride) {
   combine_splits<true>(part_o, part_ml, sink, position, out, heads, d, splits, 2 * KEYS, window, listed, capacity, ratio, out_stride);
 }
+#endif
