@@ -1,4 +1,5 @@
 // experts_stream.cu    y[slot, n] = sum_k x[row of slot, k] w[expert of slot, n, k] of few tokens, at the rate at which w can be read
+// overlap  experts_ring16
 // twin     reference/moe.py::Expert               tests  pytest parity/test_operations_dense.py -k "experts and stream"
 // tensors  as experts.cu; a slot is one (token, choice), experts [S] i32, -1 = none: its row of y stays untouched
 // numerics stream.cuh: code times scale is exact in bf16, fp32 sums by mma; one rounding to bf16 at the store
@@ -12,7 +13,7 @@
 extern __shared__ __align__(16) unsigned char stream_memory[];
 
 extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 2)
-experts_stream16(const __nv_bfloat16 *__restrict__ x, const int *__restrict__ experts, const unsigned char *__restrict__ w,
+experts_stream16(const __nv_bfloat16 *x, const int *experts, const unsigned char *__restrict__ w,
                  const unsigned char *__restrict__ w_scale, __nv_bfloat16 *__restrict__ y, const unsigned char *__restrict__ second_w,
                  const unsigned char *__restrict__ second_scale, __nv_bfloat16 *__restrict__ second_y, int S, int slots_per_row, int N,
                  int K, long long x_stride, int slices) {
@@ -22,7 +23,7 @@ experts_stream16(const __nv_bfloat16 *__restrict__ x, const int *__restrict__ ex
 }
 
 extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 2)
-experts_stream32(const __nv_bfloat16 *__restrict__ x, const int *__restrict__ experts, const unsigned char *__restrict__ w,
+experts_stream32(const __nv_bfloat16 *x, const int *experts, const unsigned char *__restrict__ w,
                  const unsigned char *__restrict__ w_scale, __nv_bfloat16 *__restrict__ y, const unsigned char *__restrict__ second_w,
                  const unsigned char *__restrict__ second_scale, __nv_bfloat16 *__restrict__ second_y, int S, int slots_per_row, int N,
                  int K, long long x_stride, int slices) {
@@ -32,7 +33,7 @@ experts_stream32(const __nv_bfloat16 *__restrict__ x, const int *__restrict__ ex
 }
 
 extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 3)
-experts_ring16(const __nv_bfloat16 *__restrict__ x, const int *__restrict__ experts, const unsigned char *__restrict__ w,
+experts_ring16(const __nv_bfloat16 *x, const int *experts, const unsigned char *__restrict__ w,
                const unsigned char *__restrict__ w_scale, __nv_bfloat16 *__restrict__ y, const unsigned char *__restrict__ second_w,
                const unsigned char *__restrict__ second_scale, __nv_bfloat16 *__restrict__ second_y, int S, int slots_per_row, int N,
                int K, long long x_stride, int slices) {

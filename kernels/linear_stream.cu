@@ -1,4 +1,5 @@
 // linear_stream.cu    y[t,n] = sum_k x[t,k] w[n,k] of few tokens, at the rate at which w can be read: w in e4m3 codes or in bf16
+// overlap  linear_fp8_ring8 linear_fp8_ring16 linear_bf16_ring8 linear_bf16_ring16
 // twin     reference/linear.py::Linear            tests  pytest parity/test_operations_dense.py -k "linear and stream"
 // tensors  as linear_fp8.cu: x [T, groups * K] bf16, w [groups * N, K] e4m3 codes, w_scale e8m0 1 per 128 x 128, y [T, groups * N] bf16
 //          as linear_bf16.cu: w [N, K] bf16, y [T, N] fp32 or bf16, one of the two pointers is null
@@ -50,52 +51,52 @@ __device__ __forceinline__ void linear_bf16(const __nv_bfloat16 *x, const __nv_b
 }
 
 extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 2)
-linear_fp8_stream8(const __nv_bfloat16 *__restrict__ x, const unsigned char *__restrict__ w, const unsigned char *__restrict__ w_scale,
+linear_fp8_stream8(const __nv_bfloat16 *x, const unsigned char *__restrict__ w, const unsigned char *__restrict__ w_scale,
                    __nv_bfloat16 *__restrict__ y, int T, int N, int K, long long x_stride, int slices) {
   linear_fp8<1, 4>(x, w, w_scale, y, T, N, K, x_stride, slices);
 }
 
 extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 2)
-linear_fp8_stream16(const __nv_bfloat16 *__restrict__ x, const unsigned char *__restrict__ w, const unsigned char *__restrict__ w_scale,
+linear_fp8_stream16(const __nv_bfloat16 *x, const unsigned char *__restrict__ w, const unsigned char *__restrict__ w_scale,
                     __nv_bfloat16 *__restrict__ y, int T, int N, int K, long long x_stride, int slices) {
   linear_fp8<2, 2>(x, w, w_scale, y, T, N, K, x_stride, slices);
 }
 
 extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 2)
-linear_bf16_stream8(const __nv_bfloat16 *__restrict__ x, const __nv_bfloat16 *__restrict__ w, float *__restrict__ y_fp32,
+linear_bf16_stream8(const __nv_bfloat16 *x, const __nv_bfloat16 *__restrict__ w, float *__restrict__ y_fp32,
                     __nv_bfloat16 *__restrict__ y_bf16, int T, int N, int K, long long x_stride, float scale, int rounded_first,
                     int slices) {
   linear_bf16<1, 4>(x, w, y_fp32, y_bf16, T, N, K, x_stride, scale, rounded_first, slices);
 }
 
 extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 2)
-linear_bf16_stream16(const __nv_bfloat16 *__restrict__ x, const __nv_bfloat16 *__restrict__ w, float *__restrict__ y_fp32,
+linear_bf16_stream16(const __nv_bfloat16 *x, const __nv_bfloat16 *__restrict__ w, float *__restrict__ y_fp32,
                      __nv_bfloat16 *__restrict__ y_bf16, int T, int N, int K, long long x_stride, float scale, int rounded_first,
                      int slices) {
   linear_bf16<2, 2>(x, w, y_fp32, y_bf16, T, N, K, x_stride, scale, rounded_first, slices);
 }
 
 extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 3)
-linear_fp8_ring16(const __nv_bfloat16 *__restrict__ x, const unsigned char *__restrict__ w, const unsigned char *__restrict__ w_scale,
+linear_fp8_ring16(const __nv_bfloat16 *x, const unsigned char *__restrict__ w, const unsigned char *__restrict__ w_scale,
                   __nv_bfloat16 *__restrict__ y, int T, int N, int K, long long x_stride, int slices) {
   linear_fp8<2, 2, 4>(x, w, w_scale, y, T, N, K, x_stride, slices, stream_memory);
 }
 
 extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 3)
-linear_bf16_ring16(const __nv_bfloat16 *__restrict__ x, const __nv_bfloat16 *__restrict__ w, float *__restrict__ y_fp32,
+linear_bf16_ring16(const __nv_bfloat16 *x, const __nv_bfloat16 *__restrict__ w, float *__restrict__ y_fp32,
                    __nv_bfloat16 *__restrict__ y_bf16, int T, int N, int K, long long x_stride, float scale, int rounded_first,
                    int slices) {
   linear_bf16<2, 2, 4>(x, w, y_fp32, y_bf16, T, N, K, x_stride, scale, rounded_first, slices, stream_memory);
 }
 
 extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 3)
-linear_fp8_ring8(const __nv_bfloat16 *__restrict__ x, const unsigned char *__restrict__ w, const unsigned char *__restrict__ w_scale,
+linear_fp8_ring8(const __nv_bfloat16 *x, const unsigned char *__restrict__ w, const unsigned char *__restrict__ w_scale,
                  __nv_bfloat16 *__restrict__ y, int T, int N, int K, long long x_stride, int slices) {
   linear_fp8<1, 4, 4>(x, w, w_scale, y, T, N, K, x_stride, slices, stream_memory);
 }
 
 extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 3)
-linear_bf16_ring8(const __nv_bfloat16 *__restrict__ x, const __nv_bfloat16 *__restrict__ w, float *__restrict__ y_fp32,
+linear_bf16_ring8(const __nv_bfloat16 *x, const __nv_bfloat16 *__restrict__ w, float *__restrict__ y_fp32,
                   __nv_bfloat16 *__restrict__ y_bf16, int T, int N, int K, long long x_stride, float scale, int rounded_first, int slices) {
   linear_bf16<1, 4, 4>(x, w, y_fp32, y_bf16, T, N, K, x_stride, scale, rounded_first, slices, stream_memory);
 }

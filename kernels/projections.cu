@@ -6,6 +6,7 @@
 //   project_latents  of qr_q: wq_b, the indexer's wq_b                 project_router  of x: the gate's logits | x_q = e4m3 of x
 //   project_shared   of x_q: w1, w3 of the shared expert | scores, experts and weights of each token from the logits
 //   project_down     of h_q: w2 of the chosen experts (FP4) | of shared h_q: w2 of the shared expert
+// overlap  project_hidden project_latents project_router project_shared project_down
 // twin     reference/attention.py, reference/moe.py    tests  pytest parity/test_operations_at_once.py
 // tensors  as linear_stream.cu, experts_stream.cu, act_quant.cu and gate.cu, rows of x, x_q, qr_q contiguous; a matrix that is not there is
 //          null with 0 rows
@@ -13,7 +14,8 @@
 // launch   grid = (ceil(T / 8), blocks of all matrices), block = 256; a matrix of N rows takes ceil(N / (8 R * 8 / slices)) blocks, in the
 //          order above. project_router: T more blocks in y for the rounding (grid.x 0 only). project_shared: one more block in y, first,
 //          that routes the eight tokens. project_down: grid = (blocks of w2 of an expert * S + blocks of the shared w2 * ceil(T / 8))
-//          Dynamic shared memory: 64 KB, a ring of loads (stream.cuh)
+//          Dynamic shared memory: 64 KB, a ring of loads (stream.cuh). NOTE: project_down reads the experts before it waits for the launch
+//          before: they are older than that one
 // variants one of each: R = 1 for project_hidden and project_router, 2 for the others
 #include "router.cuh"
 #include "rows.cuh"
@@ -63,7 +65,7 @@ __device__ __forceinline__ void bf16_product(const __nv_bfloat16 *x, const __nv_
 }
 
 extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 3)
-project_hidden(const __nv_bfloat16 *__restrict__ x, const __nv_bfloat16 *__restrict__ x_q, int T, int D,
+project_hidden(const __nv_bfloat16 *x, const __nv_bfloat16 *x_q, int T, int D,
                const unsigned char *__restrict__ wq_a, const unsigned char *__restrict__ wq_a_scale, __nv_bfloat16 *__restrict__ qr_raw,
                int q_lora, int wq_a_slices, const unsigned char *__restrict__ wkv, const unsigned char *__restrict__ wkv_scale,
                __nv_bfloat16 *__restrict__ kv_raw, int d, int wkv_slices, const __nv_bfloat16 *__restrict__ c_wkv, float *__restrict__ c_kv,
@@ -95,7 +97,7 @@ project_hidden(const __nv_bfloat16 *__restrict__ x, const __nv_bfloat16 *__restr
 }
 
 extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 3)
-project_latents(const __nv_bfloat16 *__restrict__ qr_q, int T, int q_lora, const unsigned char *__restrict__ wq_b,
+project_latents(const __nv_bfloat16 *qr_q, int T, int q_lora, const unsigned char *__restrict__ wq_b,
                 const unsigned char *__restrict__ wq_b_scale, __nv_bfloat16 *__restrict__ q_raw, int rows, int slices,
                 const unsigned char *__restrict__ i_wq_b, const unsigned char *__restrict__ i_wq_b_scale,
                 __nv_bfloat16 *__restrict__ index_q_raw, int i_rows, int i_slices) {
@@ -106,23 +108,25 @@ project_latents(const __nv_bfloat16 *__restrict__ qr_q, int T, int q_lora, const
 }
 
 extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 3)
-project_router(const __nv_bfloat16 *__restrict__ x, __nv_bfloat16 *__restrict__ x_q, int T, int D, const __nv_bfloat16 *__restrict__ gate,
+project_router(const __nv_bfloat16 *x, __nv_bfloat16 *__restrict__ x_q, int T, int D, const __nv_bfloat16 *__restrict__ gate,
                float *__restrict__ logits, int E, int slices) {
   int block = blockIdx.y;
   if (has_block<1>(block, E, slices)) return bf16_product<1, 4>(x, gate, logits, block, blockIdx.x, T, E, D, slices, 1.f, false);
+  after_launch_before();
   if (blockIdx.x > 0) return;
   for (int first = threadIdx.x / WARP * 256; first < D; first += STREAM_WARPS * 256)
     quant_256(x + (long long)block * D, x_q + (long long)block * D, first, D);
 }
 
 extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 3)
-project_shared(const __nv_bfloat16 *__restrict__ x_q, int T, int D, const unsigned char *__restrict__ w1,
+project_shared(const __nv_bfloat16 *x_q, int T, int D, const unsigned char *__restrict__ w1,
                const unsigned char *__restrict__ w1_scale, __nv_bfloat16 *__restrict__ s_gate, const unsigned char *__restrict__ w3,
                const unsigned char *__restrict__ w3_scale, __nv_bfloat16 *__restrict__ s_up, int width, int slices,
-               const float *__restrict__ logits, float *__restrict__ scores, const float *__restrict__ bias, const int *__restrict__ tid2eid,
-               const long long *__restrict__ tokens, const int *__restrict__ position, int *__restrict__ experts,
+               const float *logits, float *__restrict__ scores, const float *__restrict__ bias, const int *__restrict__ tid2eid,
+               const long long *tokens, const int *position, int *experts,
                float *__restrict__ weights, int E, int k, int scoring, int normalise, float route_scale) {
   if (blockIdx.y == 0) {
+    after_launch_before();
     float(*score)[MOST_EXPERTS] = reinterpret_cast<float(*)[MOST_EXPERTS]>(stream_memory);  // in place of the ring, 32 KB
     int(*chosen)[MOST_CHOSEN] = reinterpret_cast<int(*)[MOST_CHOSEN]>(stream_memory + STREAM_WARPS * MOST_EXPERTS * 4);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, t = blockIdx.x * STREAM_WARPS + warp;
@@ -145,8 +149,8 @@ project_shared(const __nv_bfloat16 *__restrict__ x_q, int T, int D, const unsign
 }
 
 extern "C" __global__ void __launch_bounds__(STREAM_THREADS, 3)
-project_down(const __nv_bfloat16 *__restrict__ h_q, const int *__restrict__ experts, int S, int I, const unsigned char *__restrict__ w2,
-             const unsigned char *__restrict__ s2, __nv_bfloat16 *__restrict__ down, int D, int slices, const __nv_bfloat16 *__restrict__ shared_h_q,
+project_down(const __nv_bfloat16 *h_q, const int *experts, int S, int I, const unsigned char *__restrict__ w2,
+             const unsigned char *__restrict__ s2, __nv_bfloat16 *__restrict__ down, int D, int slices, const __nv_bfloat16 *shared_h_q,
              const unsigned char *__restrict__ shared_w2, const unsigned char *__restrict__ shared_scale, __nv_bfloat16 *__restrict__ shared, int T,
              int shared_slices) {
   const int of_shared = ceil_div(D, 16 * STREAM_WARPS / shared_slices), groups = ceil_div(T, STREAM_TOKENS);
@@ -155,5 +159,5 @@ project_down(const __nv_bfloat16 *__restrict__ h_q, const int *__restrict__ expe
     return fp8_product<2, 2>(shared_h_q, shared_w2, shared_scale, shared, block / groups, block % groups, T, D, I, shared_slices);
   block -= of_shared * groups;
   const int of_expert = ceil_div(D, 16 * STREAM_WARPS / slices);
-  experts_product<2, 2, DEPTH>(h_q, experts, w2, s2, down, block / of_expert, block % of_expert, S, 1, D, I, I, slices, stream_memory);
+  experts_product<2, 2, DEPTH, true>(h_q, experts, w2, s2, down, block / of_expert, block % of_expert, S, 1, D, I, I, slices, stream_memory);
 }

@@ -19,6 +19,7 @@
 // Sums are in fp32 and in an order that depends on K and the number of slices only: bitwise repeatable, batch-invariant, the
 // same for every R and U. No size has to be a multiple of anything; whole chunks of aligned rows are fast.
 #pragma once
+#include "overlap.cuh"
 #include "packed.cuh"
 
 constexpr int STREAM_WARPS = 8, STREAM_THREADS = STREAM_WARPS * WARP, STREAM_TOKENS = 8, STREAM_GRAIN = 256;  // bytes of a row
@@ -210,7 +211,7 @@ __device__ __forceinline__ void stream_whole(const W &w, const __nv_bfloat16 *to
   auto multiply = [&](const Raw (&raw)[R], int u) {
     uint4 columns[UNITS];
 #pragma unroll
-    for (int i = 0; i < UNITS; i++) columns[i] = __ldg(x + u * (CHUNK / 8) + i);
+    for (int i = 0; i < UNITS; i++) columns[i] = x[u * (CHUNK / 8) + i];
 #pragma unroll
     for (int r = 0; r < R; r++) nan[r] |= W::nan(raw[r].codes);
     if (any_wide<W>(raw)) stream_chunk<W, R, true>(raw, columns, sums);
@@ -299,7 +300,7 @@ __device__ __forceinline__ void stream_ring(const W &w, const __nv_bfloat16 *tok
   auto multiply = [&](const Raw (&raw)[R], int chunk) {
     uint4 columns[UNITS];
 #pragma unroll
-    for (int i = 0; i < UNITS; i++) columns[i] = __ldg(x + chunk * (CHUNK / 8) + i);
+    for (int i = 0; i < UNITS; i++) columns[i] = x[chunk * (CHUNK / 8) + i];
 #pragma unroll
     for (int r = 0; r < R; r++) nan[r] |= W::nan(raw[r].codes);
     if (any_wide<W>(raw)) stream_chunk<W, R, true>(raw, columns, sums);
@@ -318,6 +319,12 @@ __device__ __forceinline__ void stream_ring(const W &w, const __nv_bfloat16 *tok
     cp_async_commit();
   }
   if (steps > 0) fetch_scales(0);
+  if (DEPTH - 1 + t < steps)  // the four steps after these come near, 128 bytes of a row each
+#pragma unroll
+    for (int r = 0; r < R; r++)
+#pragma unroll
+      for (int line = 0; line < U / 2; line++) prefetch_global(codes[r] - t * 16 + ((DEPTH - 1 + t) * U + 2 * line) * 64);
+  after_launch_before();  // x is another launch's
   for (int step = 0; step < steps; step++) {
     if (step + DEPTH - 1 < steps) fetch(step + DEPTH - 1);
     cp_async_commit();
@@ -400,7 +407,9 @@ __device__ __forceinline__ void stream_product(const W &w, const __nv_bfloat16 *
   const int columns = slice_columns<W>(K, slices), k_begin = slice * columns, k_end = min(k_begin + columns, K);
   float acc[R][2] = {};
   unsigned nan[R] = {};
-  if (n0 < N && k_begin < k_end) {
+  const bool works = n0 < N && k_begin < k_end;
+  if (DEPTH == 0 || !whole || !works) after_launch_before();
+  if (works) {
     if (whole) {
       if constexpr (DEPTH > 0) stream_ring<W, R, U, DEPTH>(w, token, ring + warp * DEPTH * U * R * 512, n0, N, k_begin, k_end, acc, nan);
       else stream_whole<W, R, U>(w, token, n0, N, k_begin, k_end, acc, nan);
@@ -441,46 +450,51 @@ __device__ __forceinline__ void stream_product(const W &w, const __nv_bfloat16 *
 
 // ---- the routed experts: a slot is one (token, choice) ----
 
-// Slots of this block's expert, from this block's on: list[0..]. Returns how many, 0 where another block takes this slot.
-__device__ __forceinline__ int slots_together(const int *experts, int S, int slot, int (&list)[STREAM_TOKENS]) {
-  __shared__ int found;
-  const int expert = experts[slot], lane = threadIdx.x;
-  if (lane < WARP) {
-    int before = 0, count = 0;  // slots of this expert before this one, and from this one on
-    for (int first = 0; first < S; first += WARP) {
-      const int other = first + lane;
-      const bool same = other < S && experts[other] == expert;
-      const unsigned mask = __ballot_sync(FULL_MASK, same);
-      const int up_to_here = slot - first;  // lanes below are slots before this one
-      const unsigned earlier = up_to_here <= 0 ? 0u : up_to_here >= WARP ? mask : mask & ((1u << up_to_here) - 1u);
-      before += __popc(earlier);
-      const unsigned later = mask & ~earlier;
-      const int rank = count + __popc(later & ((1u << lane) - 1u));
-      if ((later >> lane & 1u) && rank < STREAM_TOKENS) list[rank] = other;
-      count += __popc(later);
+// The up to 8 slots of one expert that go together, from `slot` on: how many there are, 0 where an earlier slot takes this one, and
+// the one that is this lane's token lane / 4 (the first where there are fewer). All lanes of a warp call.
+struct Together {
+  int expert, count, mine;
+};
+
+__device__ __forceinline__ Together slots_together(const int *experts, int S, int slot) {
+  const int lane = threadIdx.x % WARP, wanted = lane / 4;
+  int value = lane < S ? __ldcg(experts + lane) : -1;
+  Together found = {__ldcg(experts + slot), 0, slot};
+  int before = 0;  // slots of this expert before this one
+  for (int first = 0; first < S; first += WARP) {
+    const unsigned mask = __ballot_sync(FULL_MASK, value == found.expert && first + lane < S);
+    if (first + WARP < S) value = first + WARP + lane < S ? __ldcg(experts + first + WARP + lane) : -1;
+    const int up_to_here = slot - first;  // lanes below are slots before this one
+    const unsigned earlier = up_to_here <= 0 ? 0u : up_to_here >= WARP ? mask : mask & ((1u << up_to_here) - 1u);
+    unsigned later = mask & ~earlier;
+    before += __popc(earlier);
+    const int of_round = __popc(later), rank = wanted - found.count;  // of this lane's token among them
+    if (rank >= 0 && rank < of_round) {
+#pragma unroll
+      for (int i = 0; i < STREAM_TOKENS - 1; i++)
+        if (i < rank) later &= later - 1;
+      found.mine = first + __ffs((int)later) - 1;
     }
-    if (lane == 0) found = before % STREAM_TOKENS ? 0 : min(count, STREAM_TOKENS);
+    found.count += of_round;
   }
-  __syncthreads();
+  found.count = before % STREAM_TOKENS ? 0 : min(found.count, STREAM_TOKENS);
   return found;
 }
 
-// y of the slots of one expert, from `slot` on, in the rows of w that `block` has. All threads of the block call.
-template <int R, int U, int DEPTH = 0>
+// y of the slots of one expert, from `slot` on, in the rows of w that `block` has. KNOWN: the experts were chosen before the launch
+// before this one began. All threads of the block call.
+template <int R, int U, int DEPTH = 0, bool KNOWN = false>
 __device__ __forceinline__ void experts_product(const __nv_bfloat16 *x, const int *experts, const unsigned char *w,
                                                 const unsigned char *w_scale, __nv_bfloat16 *y, int slot, int block, int S,
                                                 int slots_per_row, int N, int K, long long x_stride, int slices,
                                                 unsigned char *ring = nullptr) {
-  __shared__ int list[STREAM_TOKENS];
-  const int expert = experts[slot];
-  if (expert < 0) return;  // the whole block leaves
-  const int count = slots_together(experts, S, slot, list);
-  if (count == 0) return;  // likewise
-  const unsigned char *codes = w + (size_t)expert * N * (K / 2), *scale = w_scale + (size_t)expert * N * (K / 32);
+  if (!KNOWN) after_launch_before();
+  const Together slots = slots_together(experts, S, slot);
+  if (slots.expert < 0 || slots.count == 0) return;  // the whole block leaves
+  const unsigned char *codes = w + (size_t)slots.expert * N * (K / 2), *scale = w_scale + (size_t)slots.expert * N * (K / 32);
   const bool whole = aligned_16(x, 2 * x_stride) && aligned_16(codes, K / 2) && K % (4 * Fp4Stream::RUN) == 0;
-  const int token = threadIdx.x % WARP / 4;
   stream_product<Fp4Stream, R, U, DEPTH>(
-      Fp4Stream{codes, scale, K}, x + list[token < count ? token : 0] / slots_per_row * x_stride, token < count, whole,
+      Fp4Stream{codes, scale, K}, x + slots.mine / slots_per_row * x_stride, (int)threadIdx.x % WARP / 4 < slots.count, whole,
       stream_first_row<R>(block, slices), N, K, slices,
-      [&](int token, int n, float sum) { y[(size_t)list[token] * N + n] = to_bf16(sum); }, ring);
+      [&](int, int n, float sum) { y[(size_t)slots.mine * N + n] = to_bf16(sum); }, ring);
 }

@@ -151,7 +151,7 @@ def test_project_hidden_is_its_products(kind, D, q_lora, d, c_rows, i_rows, hi, 
         ops.linear_bf16(device, x, w[i], single, scale=0.3 if i == 4 else 1.0, round_bf16=i == 4, variant="stream")
     pairs: list[Any] = [(w[i], once) for i, (_, once) in enumerate(outs)]
     at_once.project_hidden(
-        device, x, x_q, (wq_a, qr[1]), (wkv, kv[1]), tuple(pairs[:2]) or None, tuple(pairs[2:4]) or None, (*pairs[4], 0.3) if len(pairs) == 5 else None  # type: ignore[arg-type]
+        device, x, x_q, (wq_a, qr[1]), (wkv, kv[1]), tuple(pairs[:2]) or None, tuple(pairs[2:4]) or None, (*pairs[4], 0.3) if len(pairs) == 5 else None
     )  # fmt: skip
     both.agree()
 

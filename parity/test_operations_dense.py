@@ -75,15 +75,15 @@ def test_positions_count_on_per_row(start, count, s, device, hostile, judge):
 
 
 @ROWS
-@pytest.mark.parametrize(("n", "D"), [(4, 96), (2, 161)], ids=["4 streams", "2 streams of odd width"])
-def test_embed_copies_the_row_into_every_stream(rows, n, D, device, hostile, judge):
+@pytest.mark.parametrize(("n", "D", "variant"), [(4, 96, "naive"), (4, 96, "rows"), (1, 1032, "rows"), (2, 161, "naive")], ids=["4 streams", "4 streams by rows", "1 stream over blocks", "2 streams of odd width"])
+def test_embed_copies_the_row_into_every_stream(rows, n, D, variant, device, hostile, judge):
     vocab = 37
     weight = hostile.bf16((vocab, D), seed=1, packed=True)
     tokens = hostile.packed(torch.randint(vocab, (rows,), generator=generator(2)))
     tokens[-1] = vocab - 1
     position = hostile.packed(positions_with_pads(rows))
     X = hostile.poisoned((rows, n, D), BF16)
-    ops.embed(device, tokens, weight, position, X)
+    ops.embed(device, tokens, weight, position, X, variant)
     real = position.cpu() >= 0
     judge("embed", f"{rows} rows, {n} x {D}", X.cpu()[real], exact=True,
           reference=lambda: weight.cpu()[tokens.cpu()[real]][:, None].expand(-1, n, -1))  # fmt: skip

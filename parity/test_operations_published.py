@@ -229,15 +229,16 @@ def positions(T: int) -> list[int]:
 # ---- embedding, norms, rotation, rounding ----
 
 
-def test_embed(world, T, device, hostile, equal):
+@of("embed")
+def test_embed(world, T, variant, device, hostile, equal):
     c = world.c
     weight = world.keep("embed", lambda: world.owned(world.normal(c.vocab_size, c.hidden_size, seed=1).bfloat16()))
     tokens = world.integers(0, c.vocab_size, T, seed=2, dtype=I64)
     tokens[-1] = c.vocab_size - 1
     position, X = hostile.packed(world.ints(positions(T))), hostile.poisoned((T, c.hc_mult, c.hidden_size), BF16)
-    ops.embed(device, hostile.packed(tokens), weight, position, X)
+    ops.embed(device, hostile.packed(tokens), weight, position, X, variant=variant)
     real = position >= 0
-    equal("embed", f"{T} tokens", X[real], lambda: weight[tokens[real]][:, None].expand(-1, c.hc_mult, -1))
+    equal("embed", f"{variant}, {T} tokens", X[real], lambda: weight[tokens[real]][:, None].expand(-1, c.hc_mult, -1))
     assert X[~real].isnan().all(), "a pad's rows were written"
 
 

@@ -59,18 +59,24 @@ def advance(dev: Device, start: Tensor, count: Tensor) -> None:
     dev.launch("positions", "advance_length", (_ceil(start.shape[0], 128),), (128,), (start, count, start.shape[0]))
 
 
-def embed(dev: Device, tokens: Tensor, weight: Tensor, position: Tensor, X: Tensor) -> None:
+def embed(dev: Device, tokens: Tensor, weight: Tensor, position: Tensor, X: Tensor, variant: str | None = None) -> None:
     """X[t,i,:] = weight[tokens[t],:] for every stream i.
 
-    tokens [T] i64; weight [vocab, D] bf16; position [T] i32; X [T, n, D] bf16
+    tokens [T] i64; weight [vocab, D] bf16; position [T] i32; X [T, n, D] bf16. Variants: naive, rows (default where D % 8 == 0).
     """
     T, n, D = X.shape
     _shape("embed", "tokens", tokens, T)
     _shape("embed", "position", position, T)
     _shape("embed", "weight", weight, weight.shape[0], D)
     _packed("embed", tokens=tokens, weight=weight, position=position, X=X)
-    if T:
-        dev.launch("embed", "embed_tokens", (T,), (128,), (tokens, weight, position, X, n, D))
+    fits = D % 8 == 0 and weight.data_ptr() % 16 == 0 and X.data_ptr() % 16 == 0
+    which = _choose("embed", variant, "rows" if fits else "naive", ("naive", "rows"))
+    _need(fits or which == "naive", "embed", f"rows: D {D} is no multiple of 8, or memory not of 16 bytes")
+    args = (tokens, weight, position, X, n, D)
+    if T and which == "rows":
+        dev.launch("embed", "embed_rows", (T, _ceil(D, 1024)), (128,), args)
+    elif T:
+        dev.launch("embed", "embed_tokens", (T,), (128,), args)
 
 
 # ---- norm, rotation, rounding ----
