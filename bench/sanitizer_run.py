@@ -94,7 +94,8 @@ def planted(args: argparse.Namespace) -> list[Device]:
     device = open_device(args.device, checked=args.device == "cpu", kernels_dir=PLANTED)
     y = torch.zeros(64, device=device.torch_device)
     extra: dict[str, tuple[Any, ...]] = {"write_past_tensor": (y, 64), "read_before_tensor": (torch.zeros(64, device=device.torch_device), y)}
-    device.launch("planted_bugs", args.kernel, (1,), (64,), extra.get(args.kernel, (y,)), 256 if "dynamic" in args.kernel else 0)
+    handoff = args.kernel.startswith("handoff")
+    device.launch("planted_handoffs" if handoff else "planted_bugs", args.kernel, (1,), (64,), extra.get(args.kernel, (y,)), 1024 if handoff else 256 if "dynamic" in args.kernel else 0)
     device.synchronize()
     return [device]
 
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument("what", choices=("model", "operations", "planted"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--variants", choices=("portable", "fast"), default="portable")
-    parser.add_argument("--kernel", default="correct", help="of planted_bugs.cu")
+    parser.add_argument("--kernel", default="correct", help="of planted_bugs.cu or planted_handoffs.cu")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="operations: tests whose name holds this text")
     parser.add_argument("--but", action="append", default=[], metavar="TEXT", help="operations: no tests whose name holds this text")
     args = parser.parse_args()
