@@ -3,7 +3,6 @@
 //
 //   qr = q_norm(qr_raw), qr_q = e4m3 of it | kv = rope(kv_norm(kv_raw)), stored | pooled, rows, entry as compressor_step,
 //   rms_norm and rope make them; rows stored as an entry, or through Hadamard as an indexer key
-// overlap  latents
 // twin     reference/attention.py                 tests  pytest parity/test_operations_at_once.py
 // tensors  as rms_norm.cu, act_quant.cu, rope.cu, kv_store.cu and compressor.cu; everything contiguous but ring, entries, keys, scales
 //          (strides in bytes); one token a row of the batch for the compressors: kv, gate [b, c*d'] fp32
@@ -11,7 +10,6 @@
 // launch   grid = (ceil(T / 4), 1), or with compressors, T = b: (max(ceil(T / 4), b), 2 or 3); block = 256. blockIdx.y 0: warps 0-3 have
 //          the queries of four tokens, warps 4-7 their kv; 1: the compressor of row blockIdx.x; 2: the indexer's
 // needs    q_lora, d, d' multiples of 8, at most 2048; di at most 256
-#include "overlap.cuh"
 #include "rows.cuh"
 
 constexpr int ROW_TOKENS = 4, THREADS = 256, MOST_KEY_DIMS = 256;
@@ -82,12 +80,6 @@ latents(const __nv_bfloat16 *qr_raw, const float *q_norm, __nv_bfloat16 *qr, __n
         long long scales_row_stride, long long scale_stride, float inverse_root) {
   __shared__ float key_values[MOST_KEY_DIMS];
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-  for (int i = threadIdx.x * 32; i < max(q_lora, d); i += THREADS * 32) {  // weights come near meanwhile
-    if (i < q_lora) prefetch_global(q_norm + i);
-    if (i < d) prefetch_global(kv_norm + i);
-  }
-  if (threadIdx.x == 0) prefetch_global(inv_freq);
-  after_launch_before();
   if (blockIdx.y == 0) {
     const int token = blockIdx.x * ROW_TOKENS + warp % ROW_TOKENS;
     if (token >= T) return;

@@ -1,5 +1,4 @@
 // rope.cu    rotates the last r dims of x[t,head,:] by +-position[t] * inv_freq, adjacent pairs, in place
-// overlap  rope_pairs
 // twin     reference/ops.py::rope                 tests  pytest parity/test_operations_dense.py -k rope
 // tensors  x [T, heads, dim] bf16, strides in elements, read and written | position [T] i32, -1 = pad, untouched
 //          inv_freq [r/2] fp32, one per pair, YaRN already applied
@@ -7,12 +6,11 @@
 //          one rounding to bf16 at the store. sign = -1 rotates back
 // launch   grid = (T, ceil(heads / 8)), block = 32
 // variants 0 naive: a thread per pair, its angle shared by eight heads
-#include "overlap.cuh"
+#include "common.cuh"
 
 extern "C" __global__ void __launch_bounds__(32)
-rope_pairs(__nv_bfloat16 *x, const int *position, const float *__restrict__ inv_freq, int heads, int dim,
+rope_pairs(__nv_bfloat16 *x, const int *__restrict__ position, const float *__restrict__ inv_freq, int heads, int dim,
            int half_r, long long token_stride, long long head_stride, float sign) {
-  after_launch_before();
   const int p = position[blockIdx.x];
   if (p < 0) return;
   const int first_head = blockIdx.y * 8, last_head = min(first_head + 8, heads);

@@ -4,7 +4,6 @@
 //   swiglu_quant  out = e4m3 of bf16( silu(min(gate, L)) * clamp(up, -L, L) * weight[row] ): swiglu.cu, then act_quant.cu; for two
 //                 sets of rows in one launch, the second without weights (the shared expert)
 //   combine_rows  routed = sum of down over a row's experts, ascending; out = bf16(routed + shared): moe_combine.cu
-// overlap  quant_rows swiglu_quant combine_rows
 // twin     reference/formats.py::round_e4m3_blocks, reference/ops.py::swiglu, reference/moe.py::MoE
 // tests    pytest parity/test_operations_at_once.py
 // tensors  x, out, gate, up [R, dim] bf16, rows of x x_stride elements apart, the others contiguous; dim % 8 == 0 | weight [R] fp32
@@ -13,12 +12,10 @@
 // launch   quant_rows, swiglu_quant: a warp per 256 columns of a row, grid = ceil(rows * ceil(dim / 256) / 8), block = 256
 //          combine_rows: grid = (T, ceil(D / 1024)), block = 128
 // variants one of each
-#include "overlap.cuh"
 #include "rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
 quant_rows(const __nv_bfloat16 *x, __nv_bfloat16 *out, int R, int dim, long long x_stride) {
-  after_launch_before();
   const int parts = ceil_div(dim, 256);
   const long long i = blockIdx.x * 8ll + threadIdx.x / WARP;
   if (i >= (long long)R * parts) return;
@@ -29,7 +26,6 @@ extern "C" __global__ void __launch_bounds__(256)
 swiglu_quant(const __nv_bfloat16 *gate, const __nv_bfloat16 *up, const float *weight, __nv_bfloat16 *out, int R,
              const __nv_bfloat16 *second_gate, const __nv_bfloat16 *second_up, __nv_bfloat16 *second_out, int second_R, int dim,
              float limit) {
-  after_launch_before();
   const int parts = ceil_div(dim, 256);
   long long i = blockIdx.x * 8ll + threadIdx.x / WARP;
   if (i >= (long long)(R + second_R) * parts) return;
@@ -57,9 +53,8 @@ swiglu_quant(const __nv_bfloat16 *gate, const __nv_bfloat16 *up, const float *we
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-combine_rows(const __nv_bfloat16 *down, const int *experts, const __nv_bfloat16 *shared, float *routed, __nv_bfloat16 *out, int k,
-             int D) {
-  after_launch_before();
+combine_rows(const __nv_bfloat16 *__restrict__ down, const int *__restrict__ experts, const __nv_bfloat16 *__restrict__ shared,
+             float *__restrict__ routed, __nv_bfloat16 *__restrict__ out, int k, int D) {
   const int t = blockIdx.x, c = (blockIdx.y * 128 + threadIdx.x) * 8;
   const int *chosen = experts + (size_t)t * k;
   bool any = false;

@@ -14,12 +14,11 @@
 //   static void arrange(x, a)                 8 columns of a token -> A: columns of the first mma in a[0], a[2], of the second in a[1], a[3]
 //   static void unit<WIDE>(raw, u, b)         columns 8u .. 8u+7 of the lane's RUN -> B of two mma: b[0..1], b[2..3]. WIDE: see e2m1_unit
 //   static unsigned nan(codes)                E4M3_NAN_BITS among its bits where a code is NaN
-//   unsigned char sum_scale(n, k)             e8m0, of row n in the columns of the group at k (GROUP > 1)
+//   float sum_scale(n, k)                     of row n in the columns of the group at k (GROUP > 1)
 //   bool same_scale(n0, last)                 rows n0 .. last have the same
 // Sums are in fp32 and in an order that depends on K and the number of slices only: bitwise repeatable, batch-invariant, the
 // same for every R and U. No size has to be a multiple of anything; whole chunks of aligned rows are fast.
 #pragma once
-#include "overlap.cuh"
 #include "packed.cuh"
 
 constexpr int STREAM_WARPS = 8, STREAM_THREADS = STREAM_WARPS * WARP, STREAM_TOKENS = 8, STREAM_GRAIN = 256;  // bytes of a row
@@ -68,7 +67,7 @@ struct Bf16Stream {
     b[0] = raw.codes.x, b[1] = raw.codes.y, b[2] = raw.codes.z, b[3] = raw.codes.w;
   }
   static __device__ __forceinline__ unsigned nan(const uint4 &) { return 0u; }
-  __device__ __forceinline__ unsigned sum_scale(int, int) const { return 127u; }
+  __device__ __forceinline__ float sum_scale(int, int) const { return 1.f; }
   __device__ __forceinline__ bool same_scale(int, int) const { return true; }
 };
 
@@ -90,8 +89,8 @@ struct Fp8Stream {
   static __device__ __forceinline__ unsigned nan(const uint4 &c) {
     return e4m3_nan_sum(c.x) | e4m3_nan_sum(c.y) | e4m3_nan_sum(c.z) | e4m3_nan_sum(c.w);
   }
-  __device__ __forceinline__ unsigned sum_scale(int n, int k) const {
-    return scale[(size_t)((first_row + n) / 128) * ceil_div(K, 128) + k / 128];
+  __device__ __forceinline__ float sum_scale(int n, int k) const {
+    return e8m0_decode(scale[(size_t)((first_row + n) / 128) * ceil_div(K, 128) + k / 128]);
   }
   __device__ __forceinline__ bool same_scale(int n0, int last) const { return (first_row + n0) / 128 == (first_row + last) / 128; }
 };
@@ -114,7 +113,7 @@ struct Fp4Stream {  // K % 32 == 0: the 32 columns of a lane share a scale
     for (int i = 0; i < 4; i++) b[i] = bf16_products(WIDE ? bf16_products(b[i], E2M1_UNIT) : b[i], factor);
   }
   static __device__ __forceinline__ unsigned nan(const uint4 &) { return 0u; }
-  __device__ __forceinline__ unsigned sum_scale(int, int) const { return 127u; }
+  __device__ __forceinline__ float sum_scale(int, int) const { return 1.f; }
   __device__ __forceinline__ bool same_scale(int, int) const { return true; }
 };
 
@@ -149,12 +148,12 @@ template <class W, int R> __device__ __forceinline__ bool any_wide(const Raw (&r
   return W::SCALES && __any_sync(FULL_MASK, wide);
 }
 
-// acc[r] += sums[r] times the scales of rows n0 + 8 r + 2 t and the next. same: all rows have the scale `one`.
+// acc[r] += sums[r] times the scales of rows n0 + 8 r + 2 t and the next. same: all rows have the scale of row n0.
 template <class W, int R>
-__device__ __forceinline__ void add_scaled(const W &w, float (&acc)[R][2], const Sums (&sums)[R], bool same, unsigned one, int n0, int N, int k) {
+__device__ __forceinline__ void add_scaled(const W &w, float (&acc)[R][2], const Sums (&sums)[R], bool same, int n0, int N, int k) {
   const int t = threadIdx.x % 4;
   if (same) {
-    const float scale = e8m0_decode(one);
+    const float scale = w.sum_scale(n0, k);
 #pragma unroll
     for (int r = 0; r < R; r++)
 #pragma unroll
@@ -163,8 +162,7 @@ __device__ __forceinline__ void add_scaled(const W &w, float (&acc)[R][2], const
 #pragma unroll
     for (int r = 0; r < R; r++)
 #pragma unroll
-      for (int i = 0; i < 2; i++)
-        acc[r][i] = fmaf(sums[r].total(i), e8m0_decode(w.sum_scale(min(n0 + 8 * r + 2 * t + i, N - 1), k)), acc[r][i]);
+      for (int i = 0; i < 2; i++) acc[r][i] = fmaf(sums[r].total(i), w.sum_scale(min(n0 + 8 * r + 2 * t + i, N - 1), k), acc[r][i]);
   }
 }
 
@@ -199,164 +197,55 @@ __device__ __forceinline__ void stream_whole(const W &w, const __nv_bfloat16 *to
       if (W::SCALES) scales[r] += by * 4;
     }
   };
-  auto load_step = [&](Raw (&raw)[U][R], unsigned (&group_scales)[U / W::GROUP], int k) {
+  auto load_step = [&](Raw (&raw)[U][R]) {
 #pragma unroll
     for (int u = 0; u < U; u++) load(raw[u], u);
-    if (W::GROUP > 1)
-#pragma unroll
-      for (int i = 0; i < U / W::GROUP; i++) group_scales[i] = w.sum_scale(n0, k + i * W::GROUP * CHUNK);
     advance(U);
   };
   Sums sums[R] = {};
   auto multiply = [&](const Raw (&raw)[R], int u) {
     uint4 columns[UNITS];
 #pragma unroll
-    for (int i = 0; i < UNITS; i++) columns[i] = x[u * (CHUNK / 8) + i];
+    for (int i = 0; i < UNITS; i++) columns[i] = __ldg(x + u * (CHUNK / 8) + i);
 #pragma unroll
     for (int r = 0; r < R; r++) nan[r] |= W::nan(raw[r].codes);
     if (any_wide<W>(raw)) stream_chunk<W, R, true>(raw, columns, sums);
     else stream_chunk<W, R, false>(raw, columns, sums);
   };
-  auto close_group = [&](unsigned scale, int k) {
+  auto close_group = [&](int k) {
     if (W::GROUP == 1) return;
-    add_scaled(w, acc, sums, same, scale, n0, N, k);
+    add_scaled(w, acc, sums, same, n0, N, k);
 #pragma unroll
     for (int r = 0; r < R; r++) sums[r] = {};
   };
-  auto multiply_step = [&](const Raw (&raw)[U][R], const unsigned (&group_scales)[U / W::GROUP], int k) {
+  auto multiply_step = [&](const Raw (&raw)[U][R], int k) {
 #pragma unroll
     for (int u = 0; u < U; u++) {
       multiply(raw[u], u);
-      if (u % W::GROUP == W::GROUP - 1) close_group(group_scales[u / W::GROUP], k + (u - (W::GROUP - 1)) * CHUNK);
+      if (u % W::GROUP == W::GROUP - 1) close_group(k + (u - (W::GROUP - 1)) * CHUNK);
     }
     x += STEP / 8;
   };
 
   Raw one[U][R], other[U][R];
-  unsigned one_scales[U / W::GROUP], other_scales[U / W::GROUP];
   const int steps = chunks / U;
   int k = k_begin;
-  if (steps > 0) load_step(one, one_scales, k);
+  if (steps > 0) load_step(one);
   for (int step = 0; step < steps; step += 2, k += 2 * STEP) {
-    if (step + 1 < steps) load_step(other, other_scales, k + STEP);
-    multiply_step(one, one_scales, k);
+    if (step + 1 < steps) load_step(other);
+    multiply_step(one, k);
     if (step + 1 >= steps) break;
-    if (step + 2 < steps) load_step(one, one_scales, k + 2 * STEP);
-    multiply_step(other, other_scales, k + STEP);
+    if (step + 2 < steps) load_step(one);
+    multiply_step(other, k + STEP);
   }
   k = k_begin + steps * STEP;
   for (int chunk = 0; k < k_end; k += CHUNK, chunk++) {  // what is left of a step
     Raw raw[R];
     load(raw, 0);
     multiply(raw, 0);
-    const int group = k - chunk % W::GROUP * CHUNK;
-    if (chunk % W::GROUP == W::GROUP - 1 || k + CHUNK >= k_end) close_group(W::GROUP > 1 ? w.sum_scale(n0, group) : 0u, group);
+    if (chunk % W::GROUP == W::GROUP - 1 || k + CHUNK >= k_end) close_group(k - chunk % W::GROUP * CHUNK);
     advance(1);
     x += CHUNK / 8;
-  }
-  if (W::GROUP == 1)
-#pragma unroll
-    for (int r = 0; r < R; r++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) acc[r][i] = sums[r].total(i);
-}
-
-// The same sums with DEPTH steps of loads under way: each lane copies its 16 bytes to its own place in shared memory and reads them
-// back, so that bytes in flight cost no registers. ring: this warp's DEPTH * U * R * 512 bytes.
-template <class W, int R, int U, int DEPTH>
-__device__ __forceinline__ void stream_ring(const W &w, const __nv_bfloat16 *token, unsigned char *ring, int n0, int N, int k_begin, int k_end,
-                                            float (&acc)[R][2], unsigned (&nan)[R]) {
-  constexpr int CHUNK = 4 * W::RUN, UNITS = W::RUN / 8, GROUPS = U / W::GROUP;
-  static_assert(U % W::GROUP == 0, "a step holds whole groups");
-  const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, chunks = (k_end - k_begin) / CHUNK, steps = chunks / U;
-  const bool same = w.same_scale(n0, min(n0 + 8 * R, N) - 1);
-  const unsigned char *codes[R], *scales[R];
-#pragma unroll
-  for (int r = 0; r < R; r++) {
-    const int n = min(n0 + 8 * r + g, N - 1);
-    codes[r] = w.row(n) + k_begin / W::RUN * 16 + t * 16;
-    scales[r] = W::SCALES ? w.scales(n) + k_begin / W::RUN + t : nullptr;
-  }
-  const uint4 *x = reinterpret_cast<const uint4 *>(token + k_begin + t * W::RUN);
-  unsigned char *mine = ring + lane * 16;
-  auto fetch = [&](int step) {
-#pragma unroll
-    for (int u = 0; u < U; u++)
-#pragma unroll
-      for (int r = 0; r < R; r++) cp_async_16(mine + ((step % DEPTH * U + u) * R + r) * 512, codes[r] + (step * U + u) * 64, 16);
-  };
-  unsigned next_scale[W::SCALES ? U : 1][R], next_group[GROUPS];  // of the next step
-  auto fetch_scales = [&](int step) {
-    if (W::SCALES)
-#pragma unroll
-      for (int u = 0; u < U; u++)
-#pragma unroll
-        for (int r = 0; r < R; r++) next_scale[u][r] = __ldg(scales[r] + (step * U + u) * 4);
-    if (W::GROUP > 1)
-#pragma unroll
-      for (int i = 0; i < GROUPS; i++) next_group[i] = w.sum_scale(n0, k_begin + (step * U + i * W::GROUP) * CHUNK);
-  };
-  Sums sums[R] = {};
-  auto multiply = [&](const Raw (&raw)[R], int chunk) {
-    uint4 columns[UNITS];
-#pragma unroll
-    for (int i = 0; i < UNITS; i++) columns[i] = x[chunk * (CHUNK / 8) + i];
-#pragma unroll
-    for (int r = 0; r < R; r++) nan[r] |= W::nan(raw[r].codes);
-    if (any_wide<W>(raw)) stream_chunk<W, R, true>(raw, columns, sums);
-    else stream_chunk<W, R, false>(raw, columns, sums);
-  };
-  auto close_group = [&](unsigned scale, int k) {
-    if (W::GROUP == 1) return;
-    add_scaled(w, acc, sums, same, scale, n0, N, k);
-#pragma unroll
-    for (int r = 0; r < R; r++) sums[r] = {};
-  };
-
-#pragma unroll
-  for (int step = 0; step < DEPTH - 1; step++) {
-    if (step < steps) fetch(step);
-    cp_async_commit();
-  }
-  if (steps > 0) fetch_scales(0);
-  if (DEPTH - 1 + t < steps)  // the four steps after these come near, 128 bytes of a row each
-#pragma unroll
-    for (int r = 0; r < R; r++)
-#pragma unroll
-      for (int line = 0; line < U / 2; line++) prefetch_global(codes[r] - t * 16 + ((DEPTH - 1 + t) * U + 2 * line) * 64);
-  after_launch_before();  // x is another launch's
-  for (int step = 0; step < steps; step++) {
-    if (step + DEPTH - 1 < steps) fetch(step + DEPTH - 1);
-    cp_async_commit();
-    unsigned scale[W::SCALES ? U : 1][R], group[GROUPS];
-#pragma unroll
-    for (int u = 0; u < (W::SCALES ? U : 1); u++)
-#pragma unroll
-      for (int r = 0; r < R; r++) scale[u][r] = next_scale[u][r];
-#pragma unroll
-    for (int i = 0; i < GROUPS; i++) group[i] = next_group[i];
-    if (step + 1 < steps) fetch_scales(step + 1);
-    cp_async_wait<DEPTH - 1>();
-#pragma unroll
-    for (int u = 0; u < U; u++) {
-      Raw raw[R];
-#pragma unroll
-      for (int r = 0; r < R; r++) {
-        raw[r].codes = *reinterpret_cast<const uint4 *>(mine + ((step % DEPTH * U + u) * R + r) * 512);
-        raw[r].scale = W::SCALES ? scale[u][r] : 0u;
-      }
-      multiply(raw, step * U + u);
-      if (u % W::GROUP == W::GROUP - 1) close_group(group[u / W::GROUP], k_begin + (step * U + u - (W::GROUP - 1)) * CHUNK);
-    }
-  }
-  for (int chunk = steps * U; chunk < chunks; chunk++) {  // what is left of a step
-    Raw raw[R];
-#pragma unroll
-    for (int r = 0; r < R; r++)
-      raw[r] = {__ldcs(reinterpret_cast<const uint4 *>(codes[r] + chunk * 64)), W::SCALES ? (unsigned)__ldg(scales[r] + chunk * 4) : 0u};
-    multiply(raw, chunk);
-    const int k = k_begin + chunk / W::GROUP * W::GROUP * CHUNK;
-    if (chunk % W::GROUP == W::GROUP - 1 || chunk + 1 == chunks) close_group(W::GROUP > 1 ? w.sum_scale(n0, k) : 0u, k);
   }
   if (W::GROUP == 1)
 #pragma unroll
@@ -384,7 +273,7 @@ __device__ __forceinline__ void stream_any(const W &w, const __nv_bfloat16 *toke
     if (any_wide<W>(raw)) stream_chunk<W, 1, true>(raw, columns, sums);
     else stream_chunk<W, 1, false>(raw, columns, sums);
     if (W::GROUP > 1 && (chunk % W::GROUP == W::GROUP - 1 || k0 + CHUNK >= k_end)) {
-      add_scaled(w, acc, sums, false, 0u, n0, N, k0);
+      add_scaled(w, acc, sums, false, n0, N, k0);
       sums[0] = {};
     }
   }
@@ -397,23 +286,18 @@ template <int R> __device__ __forceinline__ int stream_first_row(int block, int 
 }
 
 // Calls store(token, n, sum) for the up to 8 tokens and the rows n < N of this warp's tile. token: this lane's row of x, any
-// other where there is none (has_token). DEPTH > 0: through a ring, STREAM_WARPS * DEPTH * U * R * 512 bytes of shared memory; else null.
-// All STREAM_THREADS threads of the block call.
-template <class W, int R, int U, int DEPTH = 0, class Store>
+// other where there is none (has_token). All STREAM_THREADS threads of the block call.
+template <class W, int R, int U, class Store>
 __device__ __forceinline__ void stream_product(const W &w, const __nv_bfloat16 *token, bool has_token, bool whole, int n0, int N, int K,
-                                               int slices, Store store, unsigned char *ring = nullptr) {
+                                               int slices, Store store) {
   __shared__ float parts[STREAM_WARPS][R * 2][WARP];
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, t = lane % 4, slice = warp % slices;
   const int columns = slice_columns<W>(K, slices), k_begin = slice * columns, k_end = min(k_begin + columns, K);
   float acc[R][2] = {};
   unsigned nan[R] = {};
-  const bool works = n0 < N && k_begin < k_end;
-  if (DEPTH == 0 || !whole || !works) after_launch_before();
-  if (works) {
-    if (whole) {
-      if constexpr (DEPTH > 0) stream_ring<W, R, U, DEPTH>(w, token, ring + warp * DEPTH * U * R * 512, n0, N, k_begin, k_end, acc, nan);
-      else stream_whole<W, R, U>(w, token, n0, N, k_begin, k_end, acc, nan);
-    } else
+  if (n0 < N && k_begin < k_end) {
+    if (whole) stream_whole<W, R, U>(w, token, n0, N, k_begin, k_end, acc, nan);
+    else
 #pragma unroll
       for (int r = 0; r < R; r++) {
         float some[1][2] = {};
@@ -450,51 +334,45 @@ __device__ __forceinline__ void stream_product(const W &w, const __nv_bfloat16 *
 
 // ---- the routed experts: a slot is one (token, choice) ----
 
-// The up to 8 slots of one expert that go together, from `slot` on: how many there are, 0 where an earlier slot takes this one, and
-// the one that is this lane's token lane / 4 (the first where there are fewer). All lanes of a warp call.
-struct Together {
-  int expert, count, mine;
-};
-
-__device__ __forceinline__ Together slots_together(const int *experts, int S, int slot) {
-  const int lane = threadIdx.x % WARP, wanted = lane / 4;
-  int value = lane < S ? __ldcg(experts + lane) : -1;
-  Together found = {__ldcg(experts + slot), 0, slot};
-  int before = 0;  // slots of this expert before this one
-  for (int first = 0; first < S; first += WARP) {
-    const unsigned mask = __ballot_sync(FULL_MASK, value == found.expert && first + lane < S);
-    if (first + WARP < S) value = first + WARP + lane < S ? __ldcg(experts + first + WARP + lane) : -1;
-    const int up_to_here = slot - first;  // lanes below are slots before this one
-    const unsigned earlier = up_to_here <= 0 ? 0u : up_to_here >= WARP ? mask : mask & ((1u << up_to_here) - 1u);
-    unsigned later = mask & ~earlier;
-    before += __popc(earlier);
-    const int of_round = __popc(later), rank = wanted - found.count;  // of this lane's token among them
-    if (rank >= 0 && rank < of_round) {
-#pragma unroll
-      for (int i = 0; i < STREAM_TOKENS - 1; i++)
-        if (i < rank) later &= later - 1;
-      found.mine = first + __ffs((int)later) - 1;
+// Slots of this block's expert, from this block's on: list[0..]. Returns how many, 0 where another block takes this slot.
+__device__ __forceinline__ int slots_together(const int *experts, int S, int slot, int (&list)[STREAM_TOKENS]) {
+  __shared__ int found;
+  const int expert = experts[slot], lane = threadIdx.x;
+  if (lane < WARP) {
+    int before = 0, count = 0;  // slots of this expert before this one, and from this one on
+    for (int first = 0; first < S; first += WARP) {
+      const int other = first + lane;
+      const bool same = other < S && experts[other] == expert;
+      const unsigned mask = __ballot_sync(FULL_MASK, same);
+      const int up_to_here = slot - first;  // lanes below are slots before this one
+      const unsigned earlier = up_to_here <= 0 ? 0u : up_to_here >= WARP ? mask : mask & ((1u << up_to_here) - 1u);
+      before += __popc(earlier);
+      const unsigned later = mask & ~earlier;
+      const int rank = count + __popc(later & ((1u << lane) - 1u));
+      if ((later >> lane & 1u) && rank < STREAM_TOKENS) list[rank] = other;
+      count += __popc(later);
     }
-    found.count += of_round;
+    if (lane == 0) found = before % STREAM_TOKENS ? 0 : min(count, STREAM_TOKENS);
   }
-  found.count = before % STREAM_TOKENS ? 0 : min(found.count, STREAM_TOKENS);
+  __syncthreads();
   return found;
 }
 
-// y of the slots of one expert, from `slot` on, in the rows of w that `block` has. KNOWN: the experts were chosen before the launch
-// before this one began. All threads of the block call.
-template <int R, int U, int DEPTH = 0, bool KNOWN = false>
+// y of the slots of one expert, from `slot` on, in the rows of w that `block` has. All threads of the block call.
+template <int R, int U>
 __device__ __forceinline__ void experts_product(const __nv_bfloat16 *x, const int *experts, const unsigned char *w,
                                                 const unsigned char *w_scale, __nv_bfloat16 *y, int slot, int block, int S,
-                                                int slots_per_row, int N, int K, long long x_stride, int slices,
-                                                unsigned char *ring = nullptr) {
-  if (!KNOWN) after_launch_before();
-  const Together slots = slots_together(experts, S, slot);
-  if (slots.expert < 0 || slots.count == 0) return;  // the whole block leaves
-  const unsigned char *codes = w + (size_t)slots.expert * N * (K / 2), *scale = w_scale + (size_t)slots.expert * N * (K / 32);
+                                                int slots_per_row, int N, int K, long long x_stride, int slices) {
+  __shared__ int list[STREAM_TOKENS];
+  const int expert = experts[slot];
+  if (expert < 0) return;  // the whole block leaves
+  const int count = slots_together(experts, S, slot, list);
+  if (count == 0) return;  // likewise
+  const unsigned char *codes = w + (size_t)expert * N * (K / 2), *scale = w_scale + (size_t)expert * N * (K / 32);
   const bool whole = aligned_16(x, 2 * x_stride) && aligned_16(codes, K / 2) && K % (4 * Fp4Stream::RUN) == 0;
-  stream_product<Fp4Stream, R, U, DEPTH>(
-      Fp4Stream{codes, scale, K}, x + slots.mine / slots_per_row * x_stride, (int)threadIdx.x % WARP / 4 < slots.count, whole,
+  const int token = threadIdx.x % WARP / 4;
+  stream_product<Fp4Stream, R, U>(
+      Fp4Stream{codes, scale, K}, x + list[token < count ? token : 0] / slots_per_row * x_stride, token < count, whole,
       stream_first_row<R>(block, slices), N, K, slices,
-      [&](int, int n, float sum) { y[(size_t)slots.mine * N + n] = to_bf16(sum); }, ring);
+      [&](int token, int n, float sum) { y[(size_t)list[token] * N + n] = to_bf16(sum); });
 }

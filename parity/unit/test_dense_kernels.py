@@ -85,8 +85,7 @@ def every_kernel(device: Any) -> dict[str, Tensor]:
         ops.experts_down(device, tall[: T * k].view(T, k, 128), experts, *w2, out(f"experts_down {variant}", (T, k, 40)), variant, scratch)
     w1 = codes(E, 40, 320), scales(E, 40, 20)
     few = hostile.packed(experts.cpu()[:9].clone())
-    gate_whole, up_whole = (out(f"experts_up stream, whole {i}", (9, k, 40)) for i in (0, 1))
-    ops.experts_up(device, wide, few, *w1, *w1, gate_whole, up_whole, "stream", slices=2)
+    ops.experts_up(device, wide, few, *w1, *w1, *(out(f"experts_up stream, whole {i}", (9, k, 40)) for i in (0, 1)), "stream", slices=2)
     ops.swiglu(device, gate.flatten(0, 1), up.flatten(0, 1), hostile.f32((T * k,), 12), out("swiglu", (T * k, width)), 10.0)
     ops.moe_combine(device, results["experts_down thin"], experts, hostile.bf16((T, D), 13, packed=True), out("routed", (T, D), F32), out("moe_combine", (T, D)))
     hostile.check_guards()
@@ -127,7 +126,7 @@ def test_every_variant_ran_and_is_recorded():
     for source in ("linear_fp8", "linear_bf16", "experts"):
         assert {(source, f"{source}_{variant}") for variant in ops.LINEAR_VARIANTS} <= ran
     assert ("experts", "experts_plan") in ran
-    assert {("linear_stream", "linear_fp8_ring8"), ("linear_stream", "linear_bf16_stream16"), ("experts_stream", "experts_ring16")} <= ran
+    assert {("linear_stream", "linear_fp8_stream8"), ("linear_stream", "linear_bf16_stream16"), ("experts_stream", "experts_stream32")} <= ran
     assert {("linear_tiles", "linear_fp8_tiles128"), ("linear_tiles", "linear_bf16_tiles256"), ("experts_tiles", "experts_order"), ("experts_tiles", "experts_tiles128")} <= ran
 
 
@@ -151,8 +150,8 @@ def test_wrappers_say_what_does_not_fit():
     device = open_device("cpu")
     x, out = torch.ones(9, 64, dtype=BF16), torch.empty(9, 8, dtype=BF16)
     weight, scale = torch.zeros(8, 64, dtype=U8), torch.zeros(1, 1, dtype=U8)
-    with pytest.raises(KernelError, match=r"linear_fp8: no variant 'dense'; it has naive, thin, mma"):
-        ops.linear_fp8(device, x, weight, scale, out, variant="dense")
+    with pytest.raises(KernelError, match=r"linear_fp8: no variant 'wgmma'; it has naive, thin, mma"):
+        ops.linear_fp8(device, x, weight, scale, out, variant="wgmma")
     with pytest.raises(KernelError, match=r"linear_fp8: scale is \[2, 1\], expected \[1, 1\]"):
         ops.linear_fp8(device, x, weight, torch.zeros(2, 1, dtype=U8), out)
     with pytest.raises(KernelError, match="expected contiguous"):

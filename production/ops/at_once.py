@@ -22,7 +22,6 @@ from production.ops.arguments import shape as _shape
 from production.ops.dense import (
     EXPERTS_STREAM_WANTED,
     SCORING,
-    STREAM_RING,
     STREAM_TOKENS,
     STREAM_WANTED,
     STREAM_WARPS,
@@ -144,7 +143,7 @@ def project_hidden(
         bf16.append(_bf16("project_hidden", T, D, *weights_proj[:2]))
         args += [*weights_proj[:2], *bf16[-1], weights_proj[2]]
     if T:
-        dev.launch("projections", "project_hidden", (_ceil(T, STREAM_TOKENS), _blocks(1, *fp8, *bf16)), (BLOCK,), args, STREAM_RING)
+        dev.launch("projections", "project_hidden", (_ceil(T, STREAM_TOKENS), _blocks(1, *fp8, *bf16)), (BLOCK,), args)
 
 
 def project_latents(dev: Device, qr_q: Tensor, wq_b: tuple[Weight, Tensor], index_wq_b: tuple[Weight, Tensor] | None = None) -> None:
@@ -155,7 +154,7 @@ def project_latents(dev: Device, qr_q: Tensor, wq_b: tuple[Weight, Tensor], inde
     args: list[Argument] = [qr_q, T, K, *wq_b[0], wq_b[1], *sizes[0]]
     args += [None, None, None, 0, 1] if index_wq_b is None else [*index_wq_b[0], index_wq_b[1], *sizes[1]]
     if T:
-        dev.launch("projections", "project_latents", (_ceil(T, STREAM_TOKENS), _blocks(2, *sizes)), (BLOCK,), args, STREAM_RING)
+        dev.launch("projections", "project_latents", (_ceil(T, STREAM_TOKENS), _blocks(2, *sizes)), (BLOCK,), args)
 
 
 def project_router(dev: Device, x: Tensor, x_q: Tensor, gate: Tensor, logits: Tensor) -> None:
@@ -166,7 +165,7 @@ def project_router(dev: Device, x: Tensor, x_q: Tensor, gate: Tensor, logits: Te
     _need(D % 8 == 0, "project_router", f"D {D} is no multiple of 8")
     size = _bf16("project_router", T, D, gate, logits)
     if T:
-        dev.launch("projections", "project_router", (_ceil(T, STREAM_TOKENS), _blocks(1, size) + T), (BLOCK,), (x, x_q, T, D, gate, logits, *size), STREAM_RING)
+        dev.launch("projections", "project_router", (_ceil(T, STREAM_TOKENS), _blocks(1, size) + T), (BLOCK,), (x, x_q, T, D, gate, logits, *size))
 
 
 def project_shared(
@@ -197,7 +196,7 @@ def project_shared(
             x_q, T, D, *w1[0], w1[1], *w3[0], w3[1], *sizes[0], logits, scores, bias, tid2eid, tokens, position, experts, weights,
             E, k, SCORING[scoring], int(normalise), route_scale,
         )  # fmt: skip
-        dev.launch("projections", "project_shared", (_ceil(T, STREAM_TOKENS), 1 + _blocks(2, *sizes)), (BLOCK,), args, STREAM_RING)
+        dev.launch("projections", "project_shared", (_ceil(T, STREAM_TOKENS), 1 + _blocks(2, *sizes)), (BLOCK,), args)
 
 
 def project_down(
@@ -216,9 +215,9 @@ def project_down(
     _need(size[0] == D, "project_down", f"the shared expert makes rows of {size[0]}, the others of {D}")
     slices = stream_slices(D, width // 2, EXPERTS_STREAM_WANTED)
     if T:
-        grid = _blocks(2, size) * _ceil(T, STREAM_TOKENS) + _blocks(2, (D, slices)) * T * k
+        grid = _blocks(2, size) * _ceil(T, STREAM_TOKENS) + _blocks(4, (D, slices)) * T * k
         args = (h_q, experts, T * k, width, w2, s2, down, D, slices, shared_h_q, *shared_w2[0], shared_w2[1], T, size[1])
-        dev.launch("projections", "project_down", (grid,), (BLOCK,), args, STREAM_RING)
+        dev.launch("projections", "project_down", (grid,), (BLOCK,), args)
 
 
 # ---- what follows the projections ----

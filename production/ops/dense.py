@@ -27,7 +27,7 @@ GROUP_NORM_DIM, WARP_NORM_DIM = 256, 2048  # eight lanes a row up to here, a war
 SCORING = {"sqrtsoftplus": 0, "sigmoid": 1, "softmax": 2}  # as in gate.cu
 TILE = 64  # as in linear.cuh
 THIN_BLOCK_ROWS = 32
-STREAM_WARPS, STREAM_TOKENS, STREAM_GRAIN, STREAM_RING = 8, 8, 256, 64 * 1024  # as in stream.cuh; bytes of a block's ring
+STREAM_WARPS, STREAM_TOKENS, STREAM_GRAIN = 8, 8, 256  # as in stream.cuh
 TILES_ROWS, TILES_DEPTH, TILES_ENOUGH = 128, 64, 132  # as in tiles.cuh; blocks that leave no multiprocessor idle
 WGMMA_THREADS = 256
 ORDER_WARPS, ORDER_EXPERTS = 32, 1024  # as in experts_tiles.cu
@@ -141,8 +141,8 @@ def act_quant(dev: Device, x: Tensor, out: Tensor, block: int = 128, variant: st
 # ---- linears ----
 
 LINEAR_VARIANTS = ("naive", "thin", "mma")
-STREAM_VARIANTS = ("stream", "stream8", "stream16", "ring8", "ring16")  # the same bits; stream picks a ring and rows of a warp by shape
-EXPERTS_STREAM_VARIANTS = ("stream", "stream16", "stream32", "ring16")
+STREAM_VARIANTS = ("stream", "stream8", "stream16")  # the same bits; stream picks rows of a warp by shape
+EXPERTS_STREAM_VARIANTS = ("stream", "stream16", "stream32")
 EXPERTS_TILES_VARIANTS = ("tiles", "tiles128", "tiles256", "wgmma", "wgmma128")
 
 
@@ -183,11 +183,11 @@ def stream_slices(rows: int, row_bytes: int, wanted: int) -> int:
     return slices
 
 
-def _stream(variant: str, few: bool) -> tuple[str, int, int]:
-    """Kernel's suffix, rows of a warp, and bytes of dynamic shared memory."""
+def _stream(variant: str, rows: int) -> tuple[str, int]:
+    """Kernel's suffix and rows of a warp."""
     if variant == "stream":
-        variant = "ring8" if few else "ring16"
-    return variant, int(variant.removeprefix("stream").removeprefix("ring")), STREAM_RING if variant.startswith("ring") else 0
+        variant = "stream8" if rows <= STREAM_FEW_ROWS else "stream16"
+    return variant, int(variant.removeprefix("stream"))
 
 
 def _linear_grid(variant: str, T: int, N: int, last: int) -> tuple[int, int, int]:
@@ -213,8 +213,8 @@ def linear_fp8(
     """out[t, g*N' + n] = sum_k x[t, g*K' + k] weight[g*N' + n, k] for each group g.
 
     x [T, groups*K'] bf16 (rs); weight [groups*N', K'] e4m3 codes as u8; scale [ceil(groups*N'/128), ceil(K'/128)] e8m0
-    as u8; out [T, groups*N'] bf16. Variants: naive, thin, mma, stream (stream8, stream16, ring8, ring16;
-    slices: 1, 2, 4, 8, None: by shape), tiles (tiles128, tiles256), wgmma (wgmma128, wgmma256; sm_90a).
+    as u8; out [T, groups*N'] bf16. Variants: naive, thin, mma, stream (stream8, stream16; slices: 1, 2, 4, 8,
+    None: by shape), tiles (tiles128, tiles256), wgmma (wgmma128, wgmma256; sm_90a).
     """
     (T, width), (rows, K) = x.shape, weight.shape
     _need(width == groups * K and rows % groups == 0, "linear_fp8", f"x {list(x.shape)} with {groups} groups of weight {list(weight.shape)}")
@@ -226,11 +226,11 @@ def linear_fp8(
     if which in TILES_VARIANTS:
         which, width = _tiles("linear_fp8", which, K, groups == 1 or N % 64 == 0, x, T, N, groups)
     if T and which in STREAM_VARIANTS:
-        kernel, width, shared = _stream(which, rows <= STREAM_FEW_ROWS)
+        kernel, width = _stream(which, rows)
         slices = slices or stream_slices(rows, K, STREAM_WANTED)
         grid = (_ceil(T, STREAM_TOKENS), _ceil(N, width * STREAM_WARPS // slices), groups)
         args = (x, weight, scale, out, T, N, K, x.stride(0), slices)
-        dev.launch("linear_stream", f"linear_fp8_{kernel}", grid, (STREAM_WARPS * 32,), args, shared)
+        dev.launch("linear_stream", f"linear_fp8_{kernel}", grid, (STREAM_WARPS * 32,), args)
     elif T and which in TILES_VARIANTS:
         _launch_tiles(dev, "linear_fp8", which, width, T, N, groups, (x, weight, scale, out, T, N, K, x.stride(0)), 32)
     elif T:
@@ -256,10 +256,10 @@ def linear_bf16(
     outputs = (out, None) if out.element_size() == 4 else (None, out)
     args = (x, weight, *outputs, T, N, K, x.stride(0), scale, int(round_bf16))
     if T and which in STREAM_VARIANTS:
-        kernel, width, shared = _stream(which, N <= STREAM_FEW_ROWS)
+        kernel, width = _stream(which, N)
         slices = slices or stream_slices(N, 2 * K, STREAM_WANTED)
         grid = (_ceil(T, STREAM_TOKENS), _ceil(N, width * STREAM_WARPS // slices))
-        dev.launch("linear_stream", f"linear_bf16_{kernel}", grid, (STREAM_WARPS * 32,), (*args, slices), shared)
+        dev.launch("linear_stream", f"linear_bf16_{kernel}", grid, (STREAM_WARPS * 32,), (*args, slices))
     elif T and which in TILES_VARIANTS:
         _launch_tiles(dev, "linear_bf16", which, width, T, N, 1, args, 64)
     elif T:
@@ -361,10 +361,10 @@ def _experts(
     second = weights[1] if len(weights) == 2 else (None, None, None)
     matrices, sizes = (*weights[0], *second), (k_per_row, N, K, x.stride(0))
     if which in EXPERTS_STREAM_VARIANTS:
-        kernel, width, shared = _stream(which, False)
+        kernel = "stream32" if which == "stream" else which
         slices = slices or stream_slices(N, K // 2, EXPERTS_STREAM_WANTED)
-        grid = (_ceil(N, width * STREAM_WARPS // slices), slots, len(weights))
-        dev.launch("experts_stream", f"experts_{kernel}", grid, (STREAM_WARPS * 32,), (x, experts, *matrices, slots, *sizes, slices), shared)
+        grid = (_ceil(N, int(kernel.removeprefix("stream")) * STREAM_WARPS // slices), slots, len(weights))
+        dev.launch("experts_stream", f"experts_{kernel}", grid, (STREAM_WARPS * 32,), (x, experts, *matrices, slots, *sizes, slices))
         return
     if which in ("naive", "thin"):
         grid = _linear_grid(which, slots, N, len(weights))
@@ -392,8 +392,7 @@ def experts_up(
     """gate = w1 x, up = w3 x for each chosen expert; FP4 weights stay packed.
 
     x [T, D] bf16 (rs); experts [T, k] i32, -1 = none, untouched; w1, w3 [E, I, D/2] u8; s1, s3 [E, I, D/32] e8m0 as u8;
-    gate, up [T, k, I] bf16; scratch i32, for mma and tiles. Variants: naive, thin, mma, stream (stream16, stream32,
-    ring16; slices),
+    gate, up [T, k, I] bf16; scratch i32, for mma and tiles. Variants: naive, thin, mma, stream (stream16, stream32; slices),
     tiles (tiles128, tiles256), wgmma (wgmma128; sm_90a).
     """
     _shape("experts_up", "x", x, experts.shape[0], x.shape[1])
