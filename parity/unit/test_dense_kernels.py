@@ -150,8 +150,8 @@ def test_wrappers_say_what_does_not_fit():
     device = open_device("cpu")
     x, out = torch.ones(9, 64, dtype=BF16), torch.empty(9, 8, dtype=BF16)
     weight, scale = torch.zeros(8, 64, dtype=U8), torch.zeros(1, 1, dtype=U8)
-    with pytest.raises(KernelError, match=r"linear_fp8: no variant 'wgmma'; it has naive, thin, mma"):
-        ops.linear_fp8(device, x, weight, scale, out, variant="wgmma")
+    with pytest.raises(KernelError, match=r"linear_fp8: no variant 'warp'; it has naive, thin, mma"):
+        ops.linear_fp8(device, x, weight, scale, out, variant="warp")
     with pytest.raises(KernelError, match=r"linear_fp8: scale is \[2, 1\], expected \[1, 1\]"):
         ops.linear_fp8(device, x, weight, torch.zeros(2, 1, dtype=U8), out)
     with pytest.raises(KernelError, match="expected contiguous"):
