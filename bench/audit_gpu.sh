@@ -18,8 +18,8 @@ REST=() THREE=() EIGHT=()
 for file in parity/test_operations_*.py; do
   case $file in *_blocks.py | *_whole.py) ;; *) REST+=(--ignore "$file") ;; esac
 done
-for rows in short.txt medium.txt:100:230 medium.txt:0:250; do THREE+=(--prompt "$rows"); done
-for count in 1 4 5 64 127 128 129 255; do EIGHT+=(--prompt "medium.txt:$((count * 3)):$((count * 4))"); done
+for rows in medium.txt:0:129 medium.txt:200:328 medium.txt:400:407; do THREE+=(--prompt "$rows"); done
+for count in 1 3 4 5 64 127 128 129; do EIGHT+=(--prompt "medium.txt:$((count * 3)):$((count * 4))"); done
 
 left() { echo $((LIMIT - SECONDS + BEGAN)); }
 
