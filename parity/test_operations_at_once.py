@@ -151,7 +151,7 @@ def test_project_hidden_is_its_products(kind, D, q_lora, d, c_rows, i_rows, hi, 
         ops.linear_bf16(device, x, w[i], single, scale=0.3 if i == 4 else 1.0, round_bf16=i == 4, variant="stream")
     pairs: list[Any] = [(w[i], once) for i, (_, once) in enumerate(outs)]
     at_once.project_hidden(
-        device, x, x_q, (wq_a, qr[1]), (wkv, kv[1]), tuple(pairs[:2]) or None, tuple(pairs[2:4]) or None, (*pairs[4], 0.3) if len(pairs) == 5 else None  # type: ignore[arg-type]
+        device, x, x_q, (wq_a, qr[1]), (wkv, kv[1]), tuple(pairs[:2]) or None, tuple(pairs[2:4]) or None, (*pairs[4], 0.3) if len(pairs) == 5 else None
     )  # fmt: skip
     both.agree()
 
@@ -186,8 +186,9 @@ def test_project_router_is_a_product_and_a_rounding(D, E, T, device, hostile):
 @TOKENS
 @pytest.mark.parametrize("scoring", ["sqrtsoftplus", "sigmoid", "softmax"])
 @pytest.mark.parametrize(("E", "k", "width", "by"), [(8, 2, 128, "bias"), (37, 6, 40, "hash"), (384, 8, 264, "bias"), (6, 6, 16, "scores")])
-def test_project_shared_is_its_products_and_the_router(E, k, width, by, scoring, T, device, hostile):
-    D, vocab, both = 256, 53, Twice(hostile)
+@pytest.mark.parametrize("D", [256])
+def test_project_shared_is_its_products_and_the_router(D, E, k, width, by, scoring, T, device, hostile):
+    vocab, both = 53, Twice(hostile)
     x_q, w1, w3 = bf16(hostile, T, D, seed=1), fp8(hostile, width, D, 2), fp8(hostile, width, D, 4)
     logits = torch.randn(T, E, generator=generator(6)) * 3
     logits[:, : E // 2] = logits[:, :1]  # ties

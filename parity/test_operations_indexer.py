@@ -254,9 +254,10 @@ def test_scores_of_262144_entries_at_the_last_position(variant, device, hostile,
 
 def test_what_the_integer_kernels_do_not_take_is_refused(device, hostile):
     def run(hi: int = 4, di: int = 128, variant: str = "int8", keys: Tensor | None = None, scratch: int | None = None, shift: int = 0) -> None:
-        codes = torch.zeros(1, 16, di // 2, dtype=U8) if keys is None else keys
-        q = torch.zeros(hi * di + 8, dtype=BF16)[shift : shift + hi * di].view(1, hi, di)
-        ops.indexer_score(device, hostile.packed(q) if not shift else q.to(device.torch_device), hostile.packed(torch.ones(1, hi)), codes.to(device.torch_device), hostile.packed(torch.full((1, 16, di // 32), 127, dtype=U8)),
+        where = device.torch_device  # views are made there: a copy would close their gaps
+        codes = torch.zeros(1, 16, di // 2, dtype=U8, device=where) if keys is None else keys
+        q = torch.zeros(hi * di + 8, dtype=BF16, device=where)[shift : shift + hi * di].view(1, hi, di)
+        ops.indexer_score(device, hostile.packed(q) if not shift else q, hostile.packed(torch.ones(1, hi)), codes, hostile.packed(torch.full((1, 16, di // 32), 127, dtype=U8)),
                           hostile.packed(ints([63])), hostile.packed(ints([0])), hostile.poisoned((1, 16), F32), 4, variant=variant,
                           scratch=None if scratch is None else torch.zeros(scratch, dtype=U8, device=device.torch_device))  # fmt: skip
 
@@ -265,7 +266,7 @@ def test_what_the_integer_kernels_do_not_take_is_refused(device, hostile):
     with pytest.raises(KernelError, match="65 heads of 128"):
         run(hi=65)
     with pytest.raises(KernelError, match="expected no gaps"):
-        run(keys=torch.zeros(1, 16, 80, dtype=U8)[:, :, :64])
+        run(keys=torch.zeros(1, 16, 80, dtype=U8, device=device.torch_device)[:, :, :64])
     with pytest.raises(KernelError, match="multiples of 16 bytes"):
         run(shift=1)
     with pytest.raises(KernelError, match="scratch of 0 u8, 1 queries of 4 heads need 2448"):

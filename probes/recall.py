@@ -39,7 +39,7 @@ from probes.core.trace import Trace, grow_last
 from probes.pair import Pair, load_reference, run_pair
 from production import ops
 from production.launch import Device, open_device
-from production.variants import Variants, plan_of
+from production.variants import Variants, plan_of, scoring
 from production.weights import inv_freq
 from reference.config import InputError, ModelConfig
 from reference.formats import INDEX_BLOCK, decode_e2m1, decode_e8m0
@@ -55,8 +55,8 @@ def select(dev: Device, case: Case, frequencies: Tensor, variants: Variants | No
 
     variants   of a phase; None: those that decode takes on this device
     """
-    chosen = plan_of(None, dev).decode if variants is None else variants
-    where, (T, _, di), E = dev.torch_device, case.q.shape, len(case.keys)
+    where, (T, hi, di), E = dev.torch_device, case.q.shape, len(case.keys)
+    chosen = scoring(plan_of(None, dev).decode if variants is None else variants, hi, di)
     q, rows = case.q.bfloat16().to(where), case.keys.bfloat16().to(where)
     freq = frequencies.to(where)
     ops.rope(dev, q, case.q_angle.to(where, torch.int32), freq)
@@ -145,7 +145,7 @@ def _measure(args: argparse.Namespace) -> Answer:
                 made = select(dev, case, freq, variants)
                 same, free, facts = measure_case(case, freq, made)
                 say(f"{case.name}, kernels of {phase}: {time.perf_counter() - began:.1f} s")
-                used = {"phase": phase, "variants": _indexer(variants)}
+                used = {"phase": phase, "variants": _indexer(scoring(variants, *case.q.shape[1:]))}
                 sets.append({"kind": kind, "source": one.source, **used, "keys": args.keys, "k": args.k, "same_format": same.values(), "exact": free.values(), **facts})
     notes = [
         "shares are over queries that discard entries; judged: an entry exchanged within the score noise counts as chosen",

@@ -91,13 +91,22 @@ def plan_of(name: str | None, device: Device) -> Plan:
     return PLANS[name] if device.arch == "sm_90a" else without_hopper(PLANS[name])
 
 
+def scoring(variants: Variants, heads: int, width: int) -> Variants:
+    """The variants for index keys of `width` dims and so many heads: see `fitted`."""
+    prepared = prepared_heads(heads) if width == FAST_DIM else None
+    if prepared != PREPARED_HEADS[-1] and variants.indexer_score in HOPPER_ONLY["indexer_score"]:
+        variants = replace(variants, indexer_score=HOPPER_ONLY["indexer_score"][variants.indexer_score])
+    if prepared is None and variants.indexer_score in ("int8", *TILE_WARPS):
+        variants = replace(variants, indexer_score="entries")
+    return variants
+
+
 def fitted(plan: Plan, config: ModelConfig) -> Plan:
     """The plan for a model of these shapes: scores of other keys than those of 128 dims, or of too many heads, by `entries`, of 16
     heads and fewer by `int8` where `wgmma` is named; attention of heads that `wgmma` is not built for by `flash`, of those that `flash`
     is not built for, and mixing of other streams than four of a multiple of 256, by the wrapper's own choice; rows that
     are not of 16-byte pieces, or too wide for one warp, an operation a launch.
     """
-    heads = prepared_heads(config.index_n_heads) if config.index_head_dim == FAST_DIM else None
     flash = flash_fits(config.head_dim, config.qk_rope_head_dim)
     wgmma = wgmma_fits(config.head_dim, config.qk_rope_head_dim)
     mixing = mixing_fits(config.hc_mult, config.hidden_size, config.hc_eps)
@@ -107,10 +116,7 @@ def fitted(plan: Plan, config: ModelConfig) -> Plan:
     )  # fmt: skip
 
     def fit(variants: Variants) -> Variants:
-        if heads != PREPARED_HEADS[-1] and variants.indexer_score in HOPPER_ONLY["indexer_score"]:
-            variants = replace(variants, indexer_score=HOPPER_ONLY["indexer_score"][variants.indexer_score])
-        if heads is None and variants.indexer_score in ("int8", *TILE_WARPS):
-            variants = replace(variants, indexer_score="entries")
+        variants = scoring(variants, config.index_n_heads, config.index_head_dim)
         if not wgmma and variants.sparse_attn in WGMMA:
             variants = replace(variants, sparse_attn=HOPPER_ONLY["sparse_attn"][variants.sparse_attn or ""])
         if not flash and variants.sparse_attn in FLASH:

@@ -32,6 +32,7 @@ from probes.core.recall import (
 from probes.core.records import State, Verdict
 from probes.recall import select
 from production.launch import open_device
+from production.variants import FAST
 from reference import ops as ref
 from reference.formats import round_bf16, round_e2m1_blocks
 
@@ -353,3 +354,10 @@ def test_without_a_fault_the_same_sets_pass(material, device):
         assert facts["own_topk_wrong"] == 0
         assert exact.worst < 1
         assert found.lost <= gates.GATES["recall"].isolated
+
+
+def test_few_heads_are_scored_by_what_takes_them(material, device):
+    """wgmma takes 17 heads and more; a plan that names it runs int8 for the 8 of the small model, in the probe and in the audit."""
+    case = make_case("real", material, 512, 64, 2)
+    made = select(device, case, FREQ, FAST.decode)
+    assert torch.equal(made.selected, select(device, case, FREQ).selected)
