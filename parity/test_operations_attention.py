@@ -961,7 +961,8 @@ def rows_apart(hostile, tensor: Tensor) -> Tensor:
     memory = hostile.packed(torch.full((len(tensor), tensor[0].numel() + 8), NAN).to(tensor.dtype))
     rows = memory[:, : tensor[0].numel()]
     rows.copy_(tensor.flatten(1))
-    return rows.unflatten(1, tensor.shape[1:]) if tensor.dim() > 2 else rows
+    apart: Tensor = rows.unflatten(1, tensor.shape[1:]) if tensor.dim() > 2 else rows
+    return apart
 
 
 AT_ONCE = pytest.mark.parametrize("way", ["split, one launch", "split", "mma, 4 warps", "mma, 8 warps"])
@@ -1005,7 +1006,8 @@ class Mixing:
         if before:
 
             def put_back(sums: Sums, dtype: torch.dtype = F32) -> Tensor:
-                return ref.hc_post(*as_type(dtype, self.y, self.streams, self.old_post, self.old_comb), sums)
+                y, streams, post, comb = as_type(dtype, self.y, self.streams, self.old_post, self.old_comb)
+                return ref.hc_post(y, streams, post, comb, sums)
 
             judge("hc_post", f"X: {case}", out["X"], row_dims=2, reference=lambda: put_back(Sums(), F64), twins=rounded_twins(put_back))
 
@@ -1014,14 +1016,18 @@ class Mixing:
             x, weight, b, c = as_type(dtype, out["X"], self.fn, self.base, self.scale)
             return (ref.hc_head(x, weight, b, c, hc_eps, norm_eps, sums),) if self.rows == 4 else ref.hc_pre(x, weight, b, c, iters, hc_eps, norm_eps, sums)
 
+        def part(which: int, sums: Sums, dtype: torch.dtype = F32) -> Tensor:
+            return mixed(sums, dtype)[which]
+
         for which, name, row_dims in ((1, "pre", 1), (2, "post", 1), (3, "comb", 2)):
             if name in out:
-                judge("hc_pre", f"{name}: {case}", out[name], row_dims=row_dims, reference=lambda which=which: mixed(Sums(), F64)[which],
-                      twins=exact_twins(lambda sums, which=which: mixed(sums)[which]))  # fmt: skip
+                judge("hc_pre", f"{name}: {case}", out[name], row_dims=row_dims, reference=functools.partial(part, which, Sums(), F64),
+                      twins=exact_twins(functools.partial(part, which)))  # fmt: skip
         judge("hc_a", case, out["a"], reference=lambda: mixed(Sums(), F64)[0], twins=rounded_twins(lambda sums: mixed(sums)[0]))
 
         def norm(sums: Sums, dtype: torch.dtype = F32) -> Tensor:
-            return ref.rms_norm(*as_type(dtype, out["a"], self.weight), norm_eps, sums)
+            a, weight = as_type(dtype, out["a"], self.weight)
+            return ref.rms_norm(a, weight, norm_eps, sums)
 
         judge("rms_norm", f"after mixing, {case}", out["normed"], reference=lambda: norm(Sums(), F64), twins=rounded_twins(norm))
         self.hostile.check_guards()

@@ -295,7 +295,7 @@ def test_index_scores_of_a_part_of_the_queries_at_a_time_change_no_bit(checkpoin
         tokens, _ = ragged(model, lengths)
         states = [model.new_state(2) for _ in range(2)]
         slices.append(len(states[0].workspace.at(TOKENS).score_slices(100)))
-        seen, logits = recorded(model, model.taps.points, lambda model=model, tokens=tokens, states=states: model.prefill(tokens, states[0], lengths))
+        seen, logits = recorded(model, model.taps.points, partial(model.prefill, tokens, states[0], lengths))
         runs.append((seen, logits, snapshots(model, states[0])))
         assert same_bits({"": logits}, {"": model.prefill(tokens, states[1], lengths)}), "with nobody to look at the scores"
         assert states[0].workspace.score.numel() <= max(size // 4, 100)
