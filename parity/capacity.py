@@ -35,10 +35,10 @@ def bounded(gate: str, point: str, value: float, compared: int, what: str, **fac
     )  # fmt: skip
 
 
-def widths(model: Any, layer: int, ops: Any) -> Result:
-    """Every buffer of a layer is as wide as what its first call wrote into it. B148, and an indexer key of heads * dim, are red."""
+def widths(model: Any, layer: int) -> Result:
+    """Every buffer of a layer is as wide as what its first calls wrote into it. B148, and an indexer key of heads * dim, are red."""
     try:
-        parts = memory.observed_widths(model, layer, ops)
+        parts = memory.observed_widths(model, layer)
     except InputError as error:  # production's own door: buffers that do not fit are an error where a state is made
         refused = bounded("widths", f"memory.widths[layer {layer}]", 1.0, 1, "widths that disagree", layer=layer)
         return [_because(refused, str(error))], []

@@ -69,10 +69,8 @@ def device_of(pytestconfig, model):
 
 
 def test_buffers_are_as_wide_as_what_is_stored(layer, model, settle):
-    """Width of rows handed to the store, bytes written, bytes kept: all seen in the layer's first call."""
-    from production import ops
-
-    settle(capacity.widths(model, layer, ops))
+    """Width of rows handed to the store, bytes written, bytes kept: all seen in the layer's first calls."""
+    settle(capacity.widths(model, layer))
 
 
 @pytest.mark.parametrize("kind", memory.KINDS)

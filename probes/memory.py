@@ -1,4 +1,4 @@
-"""What the state of a run costs: widths seen in the first call, bytes per token and layer kind, a million tokens, steps.
+"""What the state of a run costs: widths seen in the first calls, bytes per token and layer kind, a million tokens, steps.
 
 Bytes are those of tensors that can be reached from a state (on a GPU the allocator's); closed formulas stand beside them.
 Presets need no weights: their footprint is measured on production's own classes, without memory elsewhere than on a GPU.
@@ -21,7 +21,7 @@ import torch
 import production
 from probes.core import memory
 from probes.core.cli import DEFAULT_CHECKPOINT, Answer, Table, answer, bare_parser, count, parse_layers, positive
-from production import cache, ops
+from production import cache
 from production.engine import count_allocations
 from production.launch import cuda_missing
 from production.model import State
@@ -56,7 +56,7 @@ def _measure(args: argparse.Namespace) -> Answer:
         raise RuntimeError(missing)
     device = torch.device(args.device)
     model = production.load(args.checkpoint, device=args.device, layers=range(max(layers) + 1))
-    widths = {layer: memory.observed_widths(model, layer, ops) for layer in layers}
+    widths = {layer: memory.observed_widths(model, layer) for layer in layers}
     rates = [_rate(config, "checkpoint", kind, memory.lengths_for(config, CHUNK, 8192), device) for kind in memory.KINDS]
     footprints = []
     for name, preset in presets.items():
@@ -108,7 +108,7 @@ def _slope(model: Any, layers: Sequence[int], steps: int) -> dict[str, Any]:
 
 
 def _widths_table(widths: dict[int, list[memory.Part]]) -> Table:
-    table = Table("widths in the first call: values handed to the store, bytes written, bytes kept", ["layer", "part", "values", "by weights", "written", "kept", "format"])
+    table = Table("widths in the first calls: values handed to the store, bytes written, bytes kept", ["layer", "part", "values", "by weights", "written", "kept", "format"])
     for layer, parts in widths.items():
         for part in parts:
             table.add(layer, part.name, part.values, part.weights, part.written, part.held, part.wanted)

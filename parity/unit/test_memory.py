@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import shutil
 from array import array
 from collections import deque
 from pathlib import Path
@@ -24,14 +26,25 @@ from production.model import State as Held
 from reference.config import InputError, ModelConfig
 
 META, CPU = torch.device("meta"), torch.device("cpu")
-PRESETS = Path(__file__).resolve().parents[2] / "checkpoints" / "presets"
+ROOT = Path(__file__).resolve().parents[2]
+PRESETS = ROOT / "checkpoints" / "presets"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def directory(tmp_path_factory):
     """One layer of each kind."""
-    directory = write_checkpoint(tmp_path_factory.mktemp("memory"), seed=3, num_hidden_layers=3, compress_ratios=[0, 4, 128])
+    return write_checkpoint(tmp_path_factory.mktemp("memory"), seed=3, num_hidden_layers=3, compress_ratios=[0, 4, 128])
+
+
+@pytest.fixture(scope="module")
+def model(directory):
     return production.load(directory, max_context=400)
+
+
+@pytest.fixture(scope="module")
+def fast(directory):
+    """The same where operations share launches, and decode steps come from graphs."""
+    return production.load(directory, max_context=400, variants="fast", decoding="replay")
 
 
 def preset(name: str) -> ModelConfig:
@@ -111,6 +124,47 @@ def test_a_million_tokens_pass(name) -> None:
     assert values["kv_gb"] < values["bf16_gb"] < 15 < values["wrong_width_gb"]
 
 
+class Block:
+    """Bytes of an allocator that counts; `used` is the reading."""
+
+    used = 0
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        Block.used += size_bytes
+
+    def __del__(self) -> None:
+        Block.used -= self.size_bytes
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_garbage_of_earlier_calls_is_no_part_of_a_footprint(was_on) -> None:
+    """States and captured graphs are reference cycles: they die when the collector comes by."""
+
+    def cycle(size_bytes: int) -> SimpleNamespace:
+        found = SimpleNamespace(buffers=Block(size_bytes), cache=SimpleNamespace(held=Block(100)))
+        found.own = found
+        return found
+
+    def make() -> SimpleNamespace:
+        state = cycle(7)
+        if gc.isenabled():
+            gc.collect()  # as it may come by at any allocation
+        return state
+
+    was = gc.isenabled()
+    try:
+        gc.disable()
+        cycle(1000)
+        if was_on:
+            gc.enable()
+        assert memory.allocated_by(make, lambda: Block.used) == (100, 7)
+        assert gc.isenabled() is was_on
+        assert Block.used == 0
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
 # ---- gates, green and red ----
 
 
@@ -121,19 +175,59 @@ def test_every_bound_has_a_reason() -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_widths_pass_for_every_kind(model, layer) -> None:
-    verdicts, values = capacity.widths(model, layer, ops)
+@pytest.mark.parametrize("plan", ["model", "fast"])
+def test_widths_pass_for_every_kind(plan, layer, request) -> None:
+    verdicts, values = capacity.widths(request.getfixturevalue(plan), layer)
     assert verdicts[0].state is State.PASS
     assert verdicts[0].rows == len(values) == {0: 1, 1: 4, 2: 2}[layer]
+    alone = {"ring": ("store_window",), "entries": ("store_entries",), "keys": ("store_index_keys",)}
+    shared = {"ring": ("latents",), "entries": ("store_entries", "latents"), "keys": ("store_index_keys", "latents")}
+    wanted = shared if plan == "fast" else alone
+    assert [v.values["stores"] for v in values] == [wanted[name] for name in ("ring", "entries", "keys", "keys")][: len(values)]
 
 
 def test_widths_see_a_store_that_writes_too_little(model, monkeypatch) -> None:
     stored = ops.store_entries
     monkeypatch.setattr(ops, "store_entries", lambda dev, rows, entry, entries: stored(dev, rows, entry * 2, entries))
-    (verdict,), _ = capacity.widths(model, 1, ops)
+    (verdict,), _ = capacity.widths(model, 1)
     assert verdict.state is State.FAIL
     assert verdict.component == "KV quant"
     assert "compressed entry" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "broken", "part"),
+    [
+        ("latents", "slot * ring_slot_stride, out, d, ", "slot * ring_slot_stride, out, d - 64, ", "window row"),
+        ("latents", "(long long)batch * d, d, 2 * half_r", "(long long)batch * d, d - 64, 2 * half_r", "compressed entry"),
+        ("latents", "first < di; first += KEY_BLOCK", "first + KEY_BLOCK < di; first += KEY_BLOCK", "indexer key"),
+        ("kv_store", "kv + token * kv_stride, d, r", "kv + token * kv_stride, d - 64, r", "window row"),
+        ("kv_store", "blockIdx.x * row_stride, d, r", "blockIdx.x * row_stride, d - 64, r", "compressed entry"),
+        ("kv_store", "first < di; first += KEY_BLOCK", "first + KEY_BLOCK < di; first += KEY_BLOCK", "indexer key"),
+    ],
+)
+def test_widths_see_a_kernel_that_stores_a_narrower_row(directory, tmp_path, source, text, broken, part) -> None:
+    kernels = tmp_path / "kernels"
+    shutil.copytree(ROOT / "kernels", kernels)
+    path = kernels / f"{source}.cu"
+    assert path.read_text().count(text) == 1
+    path.write_text(path.read_text().replace(text, broken))
+    plan = "fast" if source == "latents" else "portable"
+    (verdict,), _ = capacity.widths(production.load(directory, max_context=400, variants=plan, kernels_dir=kernels), 1)
+    assert verdict.state is State.FAIL
+    assert f"{part}: " in verdict.reason
+    assert "bytes of a row written" in verdict.reason
+
+
+@pytest.mark.parametrize("kernel", ["store_window", "latents"])
+def test_widths_see_rows_of_two_widths_and_a_store_that_nobody_knows(kernel, model, fast, monkeypatch) -> None:
+    run = fast if kernel == "latents" else model
+    told = {name: dict(targets) for name, targets in memory.STORES.items()}
+    told[kernel]["ring"] = ("kv", "slots")
+    monkeypatch.setattr(memory, "STORES", told)
+    assert "window row: rows of 96 and of " in capacity.widths(run, 0)[0][0].reason
+    monkeypatch.setattr(memory, "STORES", {})
+    assert f"window row: given to launches of {kernel}, of whose arguments nothing is known" in capacity.widths(run, 0)[0][0].reason
 
 
 def test_a_wrong_width_is_refused_where_the_state_is_made(model, monkeypatch) -> None:
@@ -146,7 +240,7 @@ def test_a_wrong_width_is_refused_where_the_state_is_made(model, monkeypatch) ->
 
 def test_a_refused_state_is_a_verdict_of_the_indexer(model, monkeypatch) -> None:
     monkeypatch.setattr("production.model.KVCache", Widened)
-    (verdict,), _ = capacity.widths(model, 1, ops)
+    (verdict,), _ = capacity.widths(model, 1)
     assert (verdict.state, verdict.component) == (State.FAIL, "indexer")
     assert "buffer for keys of 192" in verdict.reason
 

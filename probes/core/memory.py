@@ -18,7 +18,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -286,37 +286,67 @@ class Footprint:
     how: str
 
 
-def footprint(state_class: type, config: ModelConfig, tokens: int, prefill_chunk: int, device: torch.device) -> Footprint:
-    """A whole state at a length: by the allocator on a GPU, by the exact bytes of its tensors elsewhere (nothing is allocated)."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        state = empty_state(state_class, config, tokens, prefill_chunk, device)
-        taken = torch.cuda.memory_allocated(device) - before
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Garbage is collected before, until there is none, and inside only where it is asked for: what is freed inside is one's own."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        while gc.collect():
+            pass
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def allocated_by(make: Callable[[], Any], allocated: Callable[[], int]) -> tuple[int, int]:
+    """Bytes of a new state's cache, and of everything else of it, as readings of an allocator differ.
+
+    States and captured graphs of earlier calls are reference cycles: freed between two readings they would count as negative bytes.
+    """
+    with no_collection():
+        before = allocated()
+        state = make()
+        taken = allocated() - before
         cache = state.cache
         del state
         gc.collect()
-        held = torch.cuda.memory_allocated(device) - before  # what is left is the cache
+        held = allocated() - before  # what is left is the cache
         del cache
+    return held, taken - held
+
+
+def footprint(state_class: type, config: ModelConfig, tokens: int, prefill_chunk: int, device: torch.device) -> Footprint:
+    """A whole state at a length: by the allocator on a GPU, by the exact bytes of its tensors elsewhere (nothing is allocated)."""
+    if device.type == "cuda":
+
+        def allocated() -> int:
+            torch.cuda.synchronize(device)
+            return int(torch.cuda.memory_allocated(device))
+
+        cache_bytes, buffers = allocated_by(lambda: empty_state(state_class, config, tokens, prefill_chunk, device), allocated)
         torch.cuda.empty_cache()
-        return Footprint(tokens, held, taken - held, "device allocator")
+        return Footprint(tokens, cache_bytes, buffers, "device allocator")
     state = empty_state(state_class, config, tokens, prefill_chunk, torch.device("meta"))
     cache_bytes = held_bytes(state.cache)
     return Footprint(tokens, cache_bytes, held_bytes(state, (state.model,)) - cache_bytes, "exact tensor bytes")
 
 
-# ---- widths, as the first call shows them ----
+# ---- widths, as the first calls show them ----
 
 
 @dataclass(frozen=True)
 class Part:
-    """One buffer of a layer, as its first call showed it.
+    """One buffer of a layer, as its first calls showed it.
 
     values          width of the rows handed to the store
     weights         width that the weights make, 0 where no one tensor says it
     written, held   bytes of a stored row that were written, and that the buffer keeps for it
     wanted          bytes that the format of rows this wide takes
     beyond          bytes written outside of the stored rows
+    others          other widths that a launch was handed or told
+    stores          kernels whose launches stored; unknown  kernels that may write the buffer and that STORES does not know
     """
 
     name: str
@@ -326,12 +356,19 @@ class Part:
     held: int
     wanted: int
     beyond: int = 0
+    others: tuple[int, ...] = ()
+    stores: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
     def disagreements(self) -> list[str]:
         """What does not fit together, in words."""
         found = []
         if self.values < 1:
             found.append(f"{self.name}: nothing was stored")
+        if self.unknown:
+            found.append(f"{self.name}: given to launches of {', '.join(self.unknown)}, of whose arguments nothing is known")
+        if self.others:
+            found.append(f"{self.name}: rows of {self.values} and of {', '.join(map(str, self.others))}")
         if self.weights not in (0, self.values):
             found.append(f"{self.name}: rows of {self.values} from weights for {self.weights}")
         if self.held != self.wanted:
@@ -344,61 +381,91 @@ class Part:
 
 
 FILLINGS = (0xA5, 0x5A)
-STORES = ("store_window", "store_entries", "store_index_keys")
+BUFFERS = ("ring", "entries", "keys", "scales")  # of a layer's cache
+WRITABLE = 1  # kind of a kernel's parameter: a pointer to what is not const
+
+# Kernels that store: by the parameter of the buffer those of the rows and of their width.
+STORES = {
+    "store_window": {"ring": ("kv", "d")},
+    "store_entries": {"cache": ("rows", "d")},
+    "store_index_keys": {"keys": ("rows", "di"), "scales": ("rows", "di")},
+    "latents": {"ring": ("kv", "d"), "entries": ("c_rows", "d"), "keys": ("i_rows", "di"), "scales": ("i_rows", "di")},
+}
 
 
-def observed_widths(model: Any, layer: int, ops: Any) -> list[Part]:
-    """The first call of a layer alone, made twice over differently filled buffers: a byte that came out equal was written.
+class Stores:
+    """Watches a device: launches that are given a buffer of a layer's cache to write, and the widths that they are handed and told."""
 
-    ops   the module whose `store_window`, `store_entries` and `store_index_keys` the model calls; they are watched and put back
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+        self.widths: dict[str, dict[int, None]] = {name: {} for name in BUFFERS}
+        self.kernels: dict[str, dict[str, None]] = {name: {} for name in BUFFERS}
+        self.unknown: dict[str, dict[str, None]] = {name: {} for name in BUFFERS}
+
+    def before(self, launch: Any) -> None:
+        given = {parameter.name: argument for parameter, argument in zip(launch.parameters, launch.args, strict=True)}
+        for parameter in launch.parameters:
+            target = given[parameter.name]
+            if parameter.kind != WRITABLE or not isinstance(target, Tensor):
+                continue
+            for name, buffer in self.buffers.items():
+                if not 0 <= target.data_ptr() - buffer.data_ptr() < buffer.nbytes:
+                    continue
+                known = STORES.get(launch.kernel, {}).get(parameter.name)
+                if known is None:
+                    self.unknown[name][launch.kernel] = None
+                else:
+                    self.kernels[name][launch.kernel] = None
+                    self.widths[name] |= {int(given[known[0]].shape[-1]): None, int(given[known[1]]): None}
+
+    def after(self, launch: Any) -> None:
+        pass
+
+
+def observed_widths(model: Any, layer: int) -> list[Part]:
+    """The first calls of a layer alone, made twice over differently filled buffers: a byte that came out equal was written.
+
+    A prefill and then decode steps, each of which completes a group of the compressors: either phase has launches of its own.
     """
     alone = one_layer(model, layer, 1024, 160)
+    alone.decoding = "eager"  # launches of a graph cannot be watched
     c, ratio = alone.config, alone.config.ratio(0)
-    tokens = torch.arange(ratio + 2 if ratio != 4 else 9)[None] % c.vocab_size
-    seen: dict[str, int] = {}
-    originals = {name: getattr(ops, name) for name in STORES}
+    first = 2 * ratio - 1 if ratio else 2
+    tokens = torch.arange(first + 3) % c.vocab_size
+    stores, caches = Stores(), []
+    for filling in FILLINGS:
+        state = alone.new_state(1)
+        cache = state.cache.layers[0]
+        stores.buffers = {name: buffer for name in BUFFERS if (buffer := getattr(cache, name)) is not None}
+        for buffer in stores.buffers.values():
+            buffer.fill_(filling)
+        with alone.device.watched(stores):
+            alone.prefill(tokens[None, :first], state)
+            for token in tokens[first:].split(1):
+                alone.decode(token, state)
+        caches.append(cache)
 
-    def watching(name: str) -> Callable[..., Any]:
-        def call(dev: Any, rows: Tensor, *rest: Any, **named: Any) -> Any:
-            seen.setdefault(name, rows.shape[-1])
-            return originals[name](dev, rows, *rest, **named)
+    def width(buffer: str) -> int:
+        return next(iter(stores.widths[buffer]), 0)
 
-        return call
-
-    caches = []
-    try:
-        for name in STORES:
-            setattr(ops, name, watching(name))
-        for filling in FILLINGS:
-            state = alone.new_state(1)
-            cache = state.cache.layers[0]
-            for buffer in (cache.ring, cache.entries, cache.keys, cache.scales):
-                if buffer is not None:
-                    buffer.fill_(filling)
-            alone.prefill(tokens, state)
-            caches.append(cache)
-    finally:
-        for name, original in originals.items():
-            setattr(ops, name, original)
-
-    def part(name: str, buffer: str, store: str, weights: int, wanted: int) -> Part:
+    def part(name: str, buffer: str, weights: int, wanted: int) -> Part:
         one, two = (getattr(cache, buffer) for cache in caches)
-        stored = tokens.shape[1] // (ratio if buffer != "ring" else 1)
+        stored = len(tokens) // (ratio if buffer != "ring" else 1)
         same = (one == two)[0].cpu()  # [rows, bytes]
-        return Part(name, seen.get(store, 0), weights, int(same[:stored].sum(-1).amin()), one.shape[-1], wanted, int(same[stored:].sum()))
+        return Part(
+            name, width(buffer), weights, int(same[:stored].sum(-1).amin()), one.shape[-1], wanted, int(same[stored:].sum()),
+            tuple(stores.widths[buffer])[1:], tuple(stores.kernels[buffer]), tuple(stores.unknown[buffer]),
+        )  # fmt: skip
 
     attention = alone.blocks[0].attn
-    width = seen.get("store_window", 0)
-    parts = [part("window row", "ring", "store_window", attention.weights.kv_norm.shape[0], record_bytes(width, c.qk_rope_head_dim))]
+    parts = [part("window row", "ring", attention.weights.kv_norm.shape[0], record_bytes(width("ring"), c.qk_rope_head_dim))]
     if ratio:
-        width = seen.get("store_entries", 0)
         made = attention.compressor.weights.norm.shape[0]
-        parts.append(part("compressed entry", "entries", "store_entries", made, record_bytes(width, c.qk_rope_head_dim)))
+        parts.append(part("compressed entry", "entries", made, record_bytes(width("entries"), c.qk_rope_head_dim)))
     if ratio == 4:
-        width = seen.get("store_index_keys", 0)
         made = attention.indexer.compressor.weights.wkv.shape[0] // 2
-        parts.append(part("indexer key", "keys", "store_index_keys", made, width // 2))
-        parts.append(part("scales of an indexer key", "scales", "store_index_keys", attention.indexer.key_width, width // 32))
+        parts.append(part("indexer key", "keys", made, width("keys") // 2))
+        parts.append(part("scales of an indexer key", "scales", attention.indexer.key_width, width("scales") // 32))
     return parts
 
 
