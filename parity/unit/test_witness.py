@@ -254,14 +254,14 @@ def test_a_stored_key_that_changes_later_is_seen_by_attention_on_its_own_keys(ch
 )
 def test_mixing_faults_are_named(name, gate, point, checkpoint, models, monkeypatch):
     def post(original):
-        def hc_post(dev, y, X, weights, comb, out):
-            original(dev, y, X, weights, comb.mT.contiguous(), out)
+        def hc_post(dev, y, X, weights, comb, out, **rest):
+            original(dev, y, X, weights, comb.mT.contiguous(), out, **rest)
 
         return hc_post
 
     def pre(original):
-        def hc_pre(dev, X, fn, base, scale, pre, weights, comb, a, iters, hc_eps, norm_eps):
-            original(dev, X, fn, base, scale, pre, weights, comb, a, iters - (name == "iterations"), hc_eps, norm_eps)
+        def hc_pre(dev, X, fn, base, scale, pre, weights, comb, a, iters, hc_eps, norm_eps, **rest):
+            original(dev, X, fn, base, scale, pre, weights, comb, a, iters - (name == "iterations"), hc_eps, norm_eps, **rest)
             if name == "hc_pre":
                 a.copy_(X.float().mean(1))
 
