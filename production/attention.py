@@ -125,20 +125,21 @@ class Indexer:
 
     def __call__(self, x: Tensor, qr_q: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """x [T, D], qr_q [T, q_lora_rank] -> selected [T, K] i32, ascending, -1 = none."""
-        dev, c, buf = self.dev, self.config, step.call.flat
-        hi, di = c.index_n_heads, c.index_head_dim
-        assert cache.keys is not None
-        assert cache.scales is not None
+        dev, buf = self.dev, step.call.flat
         linear_fp8(dev, qr_q, self.weights.wq_b, buf.index_q_raw.flatten(1), step)
         ops.rope(dev, buf.index_q_raw, buf.position, self.freq)
         ops.hadamard_e2m1(dev, buf.index_q_raw.flatten(0, 1), buf.index_q.flatten(0, 1))
         step.emit("attn.indexer.q", buf.index_q)
-        ops.linear_bf16(
-            dev, x, self.weights.weights_proj, buf.index_weights, scale=di**-0.5 * hi**-0.5, round_bf16=True, variant=step.variants.linear
-        )  # fmt: skip
+        self.weigh(x, step)
         step.emit("attn.indexer.weights", buf.index_weights)
         self.compressor(x, cache, step)
         return self.choose(cache, step)
+
+    def weigh(self, x: Tensor, step: Step) -> None:
+        """x [T, D] -> buf.index_weights [T, index_n_heads] f32, what each head's scores count."""
+        ops.linear_bf16(
+            self.dev, x, self.weights.weights_proj, step.call.flat.index_weights, scale=self.weight_scale, round_bf16=True, variant=step.variants.linear
+        )  # fmt: skip
 
     def choose(self, cache: LayerCache, step: Step) -> Tensor:
         """Scores of every complete entry, and the best of them; of as many queries at a time as scores are held at once."""
@@ -261,7 +262,7 @@ class Attention:
                 main(x, cache, step)
             if indexer is not None:
                 linear_fp8(dev, buf.qr_q, indexer.weights.wq_b, buf.index_q_raw.flatten(1), step)
-                ops.linear_bf16(dev, x, indexer.weights.weights_proj, buf.index_weights, scale=indexer.weight_scale, round_bf16=True, variant=step.variants.linear)
+                indexer.weigh(x, step)
                 indexer.compressor(x, cache, step)
         raw, index_q = (None, None) if indexer is None else (buf.index_q_raw, buf.index_q)
         at_once.query_heads(dev, buf.q_raw, buf.q, raw, index_q, buf.position, self.freq, c.rms_norm_eps)
