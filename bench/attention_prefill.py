@@ -30,7 +30,7 @@ SIZE = ops.entry_bytes(D, R)
 HEADS, LISTED = {"Flash": 64, "Pro": 128}, {"Flash": 512, "Pro": 1024}
 CONTEXTS = {"CSA 64K": (4, 65_536), "CSA 1M": (4, 1_048_576), "HCA 1M": (128, 1_000_064)}  # ratio, tokens at the end of the call
 PUBLIC_US = {("Flash", "CSA 64K"): 685.0, ("Flash", "CSA 1M"): 811.0, ("Flash", "HCA 1M"): 6399.0, ("Pro", "CSA 64K"): 2210.0, ("Pro", "CSA 1M"): 2388.0, ("Pro", "HCA 1M"): 13898.0}
-VARIANTS = {"wgmma": (6700, 1500), "wgmma_ahead": (6700, 1500), "wgmma_p_bf16": (5600, 1500), "wgmma_ahead_p_bf16": (4900, 1500)}  # predicted cycles of a pair of tiles, and of an item besides
+VARIANTS = {"wgmma": (6700, 1500), "wgmma_p_bf16": (5600, 1500)}  # predicted cycles of a pair of tiles, and of an item besides
 STAGED = ("wgmma", "wgmma_p_bf16")  # the others share all but the loader
 MHZ, SMS = 1650.0, 132
 

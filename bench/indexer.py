@@ -24,7 +24,7 @@ LIMIT = 1e-5  # of a row's relative L2 error: parity/gates.py, indexer_score
 DECODE_PUBLIC = {1: 12.9, 8: 72.0, 64: 540.0}  # us, by batch
 PREFILL_PUBLIC = {16_384: 988.0, 65_536: 3872.0, 262_144: 17516.0}  # us, by keys
 DECODE_PREDICTED = {"int8": {1: 8.5, 8: 47.0, 64: 350.0}, "wgmma": {1: 13.0, 8: 60.0, 64: 430.0}, "wgmma_16": {1: 12.0, 8: 52.0, 64: 370.0}}
-PREFILL_PREDICTED = {"int8_tiles": 16.5, "int8_tiles_8": 17.5, "wgmma_tiles": 17.0, "wgmma_tiles_3": 18.0}  # ms for 2^30 scores
+PREFILL_PREDICTED = {"int8_tiles": 16.5, "int8_tiles_8": 17.5, "wgmma_tiles": 17.0}  # ms for 2^30 scores
 
 
 class World:

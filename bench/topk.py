@@ -69,7 +69,7 @@ def main() -> None:
         want = expected(score, seen, k)
         shape = f"{T} rows, {E:,} scores, k {k}" + ("" if kind == "random" else f", {kind}")
         for variant, parts in variants:
-            given = topk_parts(T, E, 1024 if variant == "stream_1024" else 512) if parts is None else parts
+            given = topk_parts(T, E) if parts is None else parts
             numbers = T * given * list_numbers(k)
             scratch = torch.full((numbers,), -1, dtype=torch.int32, device=where)
 
@@ -88,20 +88,17 @@ def main() -> None:
         for k in (512, 1024):
             for T in (1, 8, 64):
                 rows = min(T, 4) if bench.small else T
-                more: dict[int, list[tuple[str, int | None]]] = {
-                    1: [("stream_1024", 8), ("stream", 16)], 8: [("stream_1024", 8), ("stream", 16)],
-                    64: [("stream_1024", 4), ("stream", None), ("stream", 2)],
-                }  # fmt: skip
-                cases(rows, k, "random", [("stream_1024", None), *more[T]], PUBLIC_US[k][T], PREDICTED_US[T])
+                more: dict[int, list[tuple[str, int | None]]] = {1: [("stream", 8)], 8: [("stream", 8)], 64: [("stream", 2)]}
+                cases(rows, k, "random", [("stream", None), *more[T]], PUBLIC_US[k][T], PREDICTED_US[T])
         cases(1, 512, "random", [("radix", None)], PUBLIC_US[512][1], None)
     with bench.section("awkward"):
         for kind in KINDS:
-            cases(2 if bench.small else 64, 512, kind, [("stream_1024", None)], None, None)
-            cases(1, 512, kind, [("stream_1024", None)], None, None)
+            cases(2 if bench.small else 64, 512, kind, [("stream", None)], None, None)
+            cases(1, 512, kind, [("stream", None)], None, None)
     with bench.section("prefill"):
         for k in (512, 1024):
-            cases(8 if bench.small else 4096, k, "random", [("stream", 1), ("stream_1024", 1)], None, PREDICTED_US[4096])
-        cases(8 if bench.small else 4096, 512, "ascending", [("stream_1024", 1)], None, None)
+            cases(8 if bench.small else 4096, k, "random", [("stream", 1)], None, PREDICTED_US[4096])
+        cases(8 if bench.small else 4096, 512, "ascending", [("stream", 1)], None, None)
     bench.finish()
 
 

@@ -9,7 +9,7 @@
 //          prepare: grid = T, block = 256; then tiles: grid = (ceil(E / KEYS), ceil(T / 64)), block = 128 GROUPS, TILES_SHARED bytes,
 //          KEYS = 64 M GROUPS
 // variants 5 wgmma (decode): 3 warpgroups, keys decoded while the product of those before runs | 8 wgmma_16: 4 warpgroups
-//          6 wgmma_tiles (prefill): 2 warpgroups keep 256 decoded keys each | 7 wgmma_tiles_3: 3 of 128
+//          6 wgmma_tiles (prefill): 3 warpgroups keep 128 decoded keys each; 2 of 256 were 1 to 3 % slower on an H200: not kept
 //          Two queries a product (N = 128) gave an illegal access on an H200, though not under emulation: not kept
 //
 // A is 64 keys of a warpgroup, 16 a warp, decoded into registers; B the 64 heads of a query in shared memory; D keys x heads.
@@ -311,15 +311,8 @@ __device__ __forceinline__ void score_tiles(const unsigned char *prepared, const
   }
 }
 
-extern "C" __global__ void __launch_bounds__(2 * WARPGROUP, 1)
-indexer_tiles_wgmma(const unsigned char *prepared, const unsigned char *keys, const unsigned char *scales, const int *position, const int *row,
-                    float *score, int T, int E, int capacity, int ratio, long long keys_row_stride, long long scales_row_stride,
-                    long long score_stride) {
-  score_tiles<2, 4, 1>(prepared, keys, scales, position, row, score, T, E, capacity, ratio, keys_row_stride, scales_row_stride, score_stride);
-}
-
 extern "C" __global__ void __launch_bounds__(3 * WARPGROUP, 1)
-indexer_tiles_wgmma_3(const unsigned char *prepared, const unsigned char *keys, const unsigned char *scales, const int *position, const int *row,
+indexer_tiles_wgmma(const unsigned char *prepared, const unsigned char *keys, const unsigned char *scales, const int *position, const int *row,
                       float *score, int T, int E, int capacity, int ratio, long long keys_row_stride, long long scales_row_stride,
                       long long score_stride) {
   score_tiles<3, 2, 1>(prepared, keys, scales, position, row, score, T, E, capacity, ratio, keys_row_stride, scales_row_stride, score_stride);

@@ -15,7 +15,6 @@
 //          sparse_attn_wgmma_split: the same of tokens x blocks of heads x splits, each of a multiple of 128 keys; then
 //          sparse_attn_combine, grid = (T, heads), block = d / 4
 // variants sparse_attn_wgmma, and _p_bf16: p rounded to one bf16 (point `p.bf16`); both with splits (decode) and without;
-//          _ahead: the same bits, the loader asks for keys earlier
 //
 // Roles. Two warpgroups multiply, one loads. Tile i of 64 keys lies in stage i % 2 of shared memory as 8 panels of 64 dims,
 // the swizzle of hopper.cuh, and is operand twice: keys x dims for the scores, dims x keys for the sums. Warpgroup i % 2 has its
@@ -159,9 +158,9 @@ struct Tile {
 
 // A warp has KEYS / PRODUCER_WARPS keys of a tile: lane i finds key i; lanes 8 g + sub decode keys 4 k + g, of each the chunks of
 // 8 dims at 64 panel + 8 sub. Halves of tiles, SIDE by SIDE: panels 0..3, or 4..6 and the rotated dims, are loaded a half
-// ahead. AHEAD: they are asked for key by key while the half before is decoded, so that loads are on their way at the fence; else
-// after it.
-template <bool SPLIT, bool AHEAD> __device__ __forceinline__ void load(const Call &call) {
+// ahead. SPLIT: they are asked for key by key while the half before is decoded, so that loads are on their way at the fence; else
+// after it: that cost prefill 3 to 12 % on an H200.
+template <bool SPLIT> __device__ __forceinline__ void load(const Call &call) {
   const int thread = threadIdx.x - 2 * WARPGROUP, warp = thread / WARP, lane = thread % WARP, sub = lane % 8;
   const int own_key = warp * WARP_KEYS + lane % WARP_KEYS;
   const int first_chunk = swizzle_128(warp * WARP_KEYS + lane / 8, sub);  // of slot 0; slot k: 4 k rows further
@@ -277,7 +276,7 @@ template <bool SPLIT, bool AHEAD> __device__ __forceinline__ void load(const Cal
               *reinterpret_cast<uint4 *>(chunk + i * PANEL_BYTES) = decode_8(raw[k][i], __byte_perm(exponents, 0u, 0x4040u + i * 0x101u) << 7);
             }
           }
-          if (AHEAD) ask(after, part < 2, k);
+          if (SPLIT) ask(after, part < 2, k);
         }
         if (__any_sync(FULL_MASK, slow & 0x80808080u))  // a NaN, or a scale above 2^7: once more, one by one
 #pragma unroll 1
@@ -293,7 +292,7 @@ template <bool SPLIT, bool AHEAD> __device__ __forceinline__ void load(const Cal
           }
         fence_proxy_async();
         mbarrier_arrive_warp(barrier(FULL + 2 * stage + side));
-        if (!AHEAD)
+        if (!SPLIT)
 #pragma unroll
           for (int k = 0; k < SLOTS; k++) ask(after, part < 2, k);
       }
@@ -586,7 +585,7 @@ template <int PARTS, int SIDE, bool SPLIT> __device__ __forceinline__ void multi
   }
 }
 
-template <int PARTS, bool SPLIT, bool AHEAD> __device__ __forceinline__ void attend(const Call &call) {
+template <int PARTS, bool SPLIT> __device__ __forceinline__ void attend(const Call &call) {
   if (threadIdx.x == 0) {
     if (shared_offset(smem) % SWIZZLE_ATOM_BYTES) __trap();
     for (int i = 0; i < 4; i++) {
@@ -608,7 +607,7 @@ template <int PARTS, bool SPLIT, bool AHEAD> __device__ __forceinline__ void att
     multiply<PARTS, 1, SPLIT>(call);
   } else {
     registers_down<PRODUCER_REGISTERS>();
-    load<SPLIT, AHEAD>(call);
+    load<SPLIT>(call);
   }
 }
 
@@ -621,7 +620,7 @@ sparse_attn_wgmma(const __nv_bfloat16 *q, const unsigned char *ring, const int *
                   long long ring_position_stride, long long entries_row_stride, long long entry_stride,
                   long long selected_stride, long long out_stride, long long visible_stride, int tokens) {
   if (d != D || r != R) __trap();
-  attend<2, false, false>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
+  attend<2, false>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
              capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride,
              entries_row_stride, entry_stride, selected_stride, out_stride, visible_stride, tokens, 1, nullptr, nullptr});
 }
@@ -635,34 +634,7 @@ sparse_attn_wgmma_p_bf16(const __nv_bfloat16 *q, const unsigned char *ring, cons
                       long long entry_stride, long long selected_stride, long long out_stride, long long visible_stride,
                       int tokens) {
   if (d != D || r != R) __trap();
-  attend<1, false, false>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
-             capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride,
-             entries_row_stride, entry_stride, selected_stride, out_stride, visible_stride, tokens, 1, nullptr, nullptr});
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-sparse_attn_wgmma_ahead(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position, const unsigned char *entries,
-                  const int *selected, const int *position, const int *row, const float *sink, __nv_bfloat16 *out,
-                  int *visible, int heads, int d, int r, int slots, int window, int listed, int capacity, int ratio,
-                  float scale, long long q_stride, long long ring_row_stride, long long ring_slot_stride,
-                  long long ring_position_stride, long long entries_row_stride, long long entry_stride,
-                  long long selected_stride, long long out_stride, long long visible_stride, int tokens) {
-  if (d != D || r != R) __trap();
-  attend<2, false, true>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
-             capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride,
-             entries_row_stride, entry_stride, selected_stride, out_stride, visible_stride, tokens, 1, nullptr, nullptr});
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-sparse_attn_wgmma_ahead_p_bf16(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position,
-                      const unsigned char *entries, const int *selected, const int *position, const int *row,
-                      const float *sink, __nv_bfloat16 *out, int *visible, int heads, int d, int r, int slots, int window,
-                      int listed, int capacity, int ratio, float scale, long long q_stride, long long ring_row_stride,
-                      long long ring_slot_stride, long long ring_position_stride, long long entries_row_stride,
-                      long long entry_stride, long long selected_stride, long long out_stride, long long visible_stride,
-                      int tokens) {
-  if (d != D || r != R) __trap();
-  attend<1, false, true>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
+  attend<1, false>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
              capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride,
              entries_row_stride, entry_stride, selected_stride, out_stride, visible_stride, tokens, 1, nullptr, nullptr});
 }
@@ -675,7 +647,7 @@ sparse_attn_wgmma_split(const __nv_bfloat16 *q, const unsigned char *ring, const
                         long long entries_row_stride, long long entry_stride, long long selected_stride, long long out_stride,
                         long long visible_stride, int tokens, int splits, float *part_o, float *part_ml) {
   if (d != D || r != R) __trap();
-  attend<2, true, true>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
+  attend<2, true>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
                    capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride, entries_row_stride,
                    entry_stride, selected_stride, out_stride, visible_stride, tokens, splits, part_o, part_ml});
 }
@@ -688,7 +660,7 @@ sparse_attn_wgmma_split_p_bf16(const __nv_bfloat16 *q, const unsigned char *ring
                         long long entries_row_stride, long long entry_stride, long long selected_stride, long long out_stride,
                         long long visible_stride, int tokens, int splits, float *part_o, float *part_ml) {
   if (d != D || r != R) __trap();
-  attend<1, true, true>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
+  attend<1, true>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed,
                    capacity, ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride, entries_row_stride,
                    entry_stride, selected_stride, out_stride, visible_stride, tokens, splits, part_o, part_ml});
 }

@@ -5,9 +5,9 @@
 // numerics exact: scores are compared by all 32 bits (-0 = +0, -inf is the smallest number, a positive NaN the largest), ties go to
 //          the lower entry. No candidate buffer, so no limit on clustered scores; integer counts, so no thread order shows
 // launch   naive: grid = ceil(T / 32), block = 32 | radix: grid = T, block = 256 | E up to 2^31 / 256
-//          stream: grid = T * parts, block = 512 or 1024 threads, parts <= 32, dynamic shared memory 4 * (2048 + 2 * (room +
-//          16 * block)) bytes, room >= k + SPARE; parts > 1: counters [T] i32, zero before the launch and after it, and
-//          lists [T, parts, 4 + 2 * capacity] i32, capacity = 2 k + SPARE up to a multiple of 4, 16-byte aligned, any content
+//          stream: grid = T * parts, block = 512, parts <= 32, dynamic shared memory 4 * (2048 + 2 * (room + 16 * block)) bytes,
+//          room >= k + SPARE; parts > 1: counters [T] i32, zero before the launch and after it, and lists
+//          [T, parts, 4 + 2 * capacity] i32, capacity = 2 k + SPARE up to a multiple of 4, 16-byte aligned, any content
 // variants 0 naive: a thread per row counts the better entries of each entry, kept as second oracle
 //          1 radix (default): four histograms of 8 bits find the k-th score, then one ordered pass writes
 //          2 stream: reads a row once. Each of `parts` blocks walks over its share, tile by tile, and keeps in shared memory,
@@ -123,6 +123,7 @@ topk_radix(const float *score, const int *position, int *selected, int E, int k,
 
 // ---- variant 2 ----
 
+constexpr int BLOCK = 512;
 constexpr int QUADS = 4, HELD = 4 * QUADS;              // a thread holds four times four neighbours of a tile
 constexpr int FINE_BINS = 2048, FINE_BITS = 11;         // of a histogram over the keys' own range
 constexpr int SPARE = 512, FEW = 256, MOST_PARTS = 32;  // kept beyond k by a quick cut; keys compared one by one; a warp holds the parts
@@ -166,7 +167,7 @@ __device__ __forceinline__ int inclusive_in_warp(int v) {
   return v;
 }
 
-template <int BLOCK> struct Stream {
+struct Stream {
   static constexpr int WARPS_HERE = BLOCK / WARP, TILE_QUADS = BLOCK * QUADS, TILE = BLOCK * HELD;
   StreamShared &s;
   int *histogram;   // [FINE_BINS]
@@ -391,13 +392,11 @@ template <int BLOCK> struct Stream {
   }
 };
 
-template <int BLOCK>
-__device__ __forceinline__ void
-topk_by_streams(const float *score, const int *position, int *selected, int *counters, int *lists, int E, int k, int ratio,
-                int parts, int room, long long score_stride, long long selected_stride) {
-  using S = Stream<BLOCK>;
+extern "C" __global__ void __launch_bounds__(BLOCK, 2)
+topk_stream(const float *score, const int *position, int *selected, int *counters, int *lists, int E, int k, int ratio, int parts,
+            int room, long long score_stride, long long selected_stride) {
   __shared__ StreamShared shared;
-  const S s(shared, room);
+  const Stream s(shared, room);
   const int token = blockIdx.x / parts, part = blockIdx.x % parts, tid = s.tid, p = position[token];
   if (p < 0) return;
   const int seen = visible_entries(p, ratio, E);
@@ -410,7 +409,7 @@ topk_by_streams(const float *score, const int *position, int *selected, int *cou
   // Entries are counted from the 16-byte boundary at or below the row, so that whole quads are one access.
   const float *row = score + token * score_stride;
   const int lead = (int)((size_t)row >> 2 & 3u), total = lead + seen;
-  const int asked = min(parts, ceil_div(total, S::TILE)), width = ceil_div(ceil_div(total, asked), 4) * 4;
+  const int asked = min(parts, ceil_div(total, Stream::TILE)), width = ceil_div(ceil_div(total, asked), 4) * 4;
   if (part >= asked) return;
   int active = asked, first = part * width, end = min(first + width, total);
   // A list: its length and a bound that k of its keys reach, then scores, then entries.
@@ -433,8 +432,8 @@ topk_by_streams(const float *score, const int *position, int *selected, int *cou
     return whose;
   };
   auto load = [&](int tile) {
-    const int begin = first + 4 * tile * S::TILE_QUADS;
-    if (!merging && begin >= lead && begin + S::TILE <= end) {  // most tiles: nothing to look at
+    const int begin = first + 4 * tile * Stream::TILE_QUADS;
+    if (!merging && begin >= lead && begin + Stream::TILE <= end) {  // most tiles: nothing to look at
       next_owned = (1u << HELD) - 1u;
       const int at = begin - lead + 4 * s.quad(0);
 #pragma unroll
@@ -449,17 +448,17 @@ topk_by_streams(const float *score, const int *position, int *selected, int *cou
     if (merging) {
       int whose[QUADS];
 #pragma unroll
-      for (int j = 0; j < QUADS; j++) whose[j] = whose_list(tile * S::TILE_QUADS + s.quad(j));
+      for (int j = 0; j < QUADS; j++) whose[j] = whose_list(tile * Stream::TILE_QUADS + s.quad(j));
 #pragma unroll
       for (int j = 0; j < QUADS; j++) {
-        const int q = tile * S::TILE_QUADS + s.quad(j), offset = 4 * (q - shared.start[whose[j]]);
+        const int q = tile * Stream::TILE_QUADS + s.quad(j), offset = 4 * (q - shared.start[whose[j]]);
         from_at[j] = whose[j] * list_size + 4 + offset;
         if (q < quads) next_owned |= ((1u << min(4, shared.count[whose[j]] - offset)) - 1u) << 4 * j;
       }
     } else {
 #pragma unroll
       for (int j = 0; j < QUADS; j++) {
-        const int at = first + 4 * (tile * S::TILE_QUADS + s.quad(j));
+        const int at = first + 4 * (tile * Stream::TILE_QUADS + s.quad(j));
         from_at[j] = at - lead;
         if (at >= lead && at + 4 <= end) next_owned |= 15u << 4 * j;
         else
@@ -486,7 +485,7 @@ topk_by_streams(const float *score, const int *position, int *selected, int *cou
 
   for (;;) {
     const bool delivers = active > 1 && !merging;
-    const int tiles = ceil_div(quads, S::TILE_QUADS);
+    const int tiles = ceil_div(quads, Stream::TILE_QUADS);
     for (int tile = -1; tile < tiles; tile++) {
       float now[HELD];
       const unsigned owned = next_owned;
@@ -501,7 +500,7 @@ topk_by_streams(const float *score, const int *position, int *selected, int *cou
       if (tile + 1 < tiles) load(tile + 1);
       if (guesses) low = accepted = s.bound_of_samples(sample, rank);
       if (tile < 0) continue;
-      if (tile == 0 && !rank && min(quads, S::TILE_QUADS) >= k) low = accepted = max(low, s.bound_of_tile(now, owned, k));
+      if (tile == 0 && !rank && min(quads, Stream::TILE_QUADS) >= k) low = accepted = max(low, s.bound_of_tile(now, owned, k));
       const float bound = score_of(accepted);
       unsigned mask = 0u;
       if (bound == bound) {  // a score is one comparison; a NaN passes, and a cut decides by its key
@@ -512,7 +511,7 @@ topk_by_streams(const float *score, const int *position, int *selected, int *cou
         for (int i = 0; i < HELD; i++) mask |= (unsigned)(sort_key(now[i]) >= accepted) << i;
       }
       // places are counted from the row, or along all lists in whole quads
-      const int place = (merging ? 0 : first - lead) + 4 * (tile * S::TILE_QUADS + s.quad(0));
+      const int place = (merging ? 0 : first - lead) + 4 * (tile * Stream::TILE_QUADS + s.quad(0));
       count = s.append(mask & owned, now, place, count, tile & 1);
       const bool ends = tile + 1 == tiles;
       if (count > (!ends ? room : delivers ? capacity : k - 1)) {
@@ -573,16 +572,4 @@ topk_by_streams(const float *score, const int *position, int *selected, int *cou
     }
     out[i] = entry;
   }
-}
-
-extern "C" __global__ void __launch_bounds__(512, 2)
-topk_stream_512(const float *score, const int *position, int *selected, int *counters, int *lists, int E, int k, int ratio,
-                int parts, int room, long long score_stride, long long selected_stride) {
-  topk_by_streams<512>(score, position, selected, counters, lists, E, k, ratio, parts, room, score_stride, selected_stride);
-}
-
-extern "C" __global__ void __launch_bounds__(1024, 1)
-topk_stream_1024(const float *score, const int *position, int *selected, int *counters, int *lists, int E, int k, int ratio,
-                 int parts, int room, long long score_stride, long long selected_stride) {
-  topk_by_streams<1024>(score, position, selected, counters, lists, E, k, ratio, parts, room, score_stride, selected_stride);
 }

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from production import ops
 from production.launch import KernelError
-from production.ops.topk import list_numbers
+from production.ops.topk import THREADS, list_numbers
 from reference import formats
 from reference import ops as ref
 from reference.ops import Sums
@@ -459,7 +459,7 @@ def scores_of(kind: str, T: int, E: int) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("variant", ["naive", "radix", "stream", "stream_1024"])
+@pytest.mark.parametrize("variant", ["naive", "radix", "stream"])
 @pytest.mark.parametrize("kind", ["random", "ties", "all equal", "clustered", "zeros of both signs", "infinities", "ascending"])
 def test_topk_is_the_exact_set(kind, variant, device, hostile, judge):
     """seen = (p + 1) // 4 goes from 0 over k - 1, k, k + 1 to all; what lies beyond is NaN. k = 1, the tiny 32, and a prime."""
@@ -479,8 +479,8 @@ def test_topk_is_the_exact_set(kind, variant, device, hostile, judge):
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "all equal", "clustered", "zeros of both signs", "infinities", "ascending"])
-@pytest.mark.parametrize(("threads", "parts"), [(512, 1), (512, 2), (512, 4), (1024, 1), (1024, 2)], ids=str)
-def test_topk_of_rows_in_parts(threads, parts, kind, device, hostile, judge):
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_topk_of_rows_in_parts(parts, kind, device, hostile, judge):
     """Rows of up to four tiles, at every offset from 16 bytes, seen up to borders of tiles and parts; lists hold anything, counters
     are left zero, and a second call finds them so."""
     E, ratio = 32_771, 4
@@ -494,19 +494,19 @@ def test_topk_of_rows_in_parts(threads, parts, kind, device, hostile, judge):
         counters, scratch = torch.zeros(len(counts), dtype=I32, device=rows.device), hostile.poisoned((len(counts) * parts * list_numbers(k),), I32).fill_(0x7F000000)
         selected = hostile.poisoned((2, len(counts), k), I32).fill_(-7)
         for call in selected:
-            ops.topk(device, rows, hostile.packed(position), call, ratio, "stream" if threads == 512 else "stream_1024", counters, scratch, parts)
+            ops.topk(device, rows, hostile.packed(position), call, ratio, "stream", counters, scratch, parts)
 
         def expected(score=score, seen=seen, k=k) -> Tensor:
             best = [(row[:n] + 0.0).sort(descending=True, stable=True).indices[:k].sort().values for row, n in zip(score, seen.tolist(), strict=True)]
             return torch.stack([torch.stack(best).to(I32)] * 2)
 
-        judge("topk", f"{threads} threads, {parts} parts, {kind}, k={k}", selected, exact=True, reference=expected)
+        judge("topk", f"{parts} parts, {kind}, k={k}", selected, exact=True, reference=expected)
         assert not counters.any(), "a counter was left behind"
     hostile.check_guards()
 
 
-@pytest.mark.parametrize(("threads", "parts"), [(512, 1), (512, 4), (1024, 1), (1024, 2)], ids=str)
-def test_topk_of_rows_unlike_their_samples(threads, parts, device, hostile, judge):
+@pytest.mark.parametrize("parts", [1, 4])
+def test_topk_of_rows_unlike_their_samples(parts, device, hostile, judge):
     """A long row's bound is guessed from the quads of 16 bytes taken here. 24 large entries are all in such quads, k = 32: the guess
     is above the k-th. In the second row they are where a guess never looks, so it is far below; the third rises to its end."""
     E, k = 32_771, 32
@@ -514,7 +514,7 @@ def test_topk_of_rows_unlike_their_samples(threads, parts, device, hostile, judg
     score[2] = torch.arange(E).float()
     rows = hostile.strided(score)
     lead = rows.data_ptr() // 4 % 4
-    sampled = [1 + i * ((lead + E) // 4 - 1) // threads for i in range(0, threads, threads // 6)][:6]
+    sampled = [1 + i * ((lead + E) // 4 - 1) // THREADS for i in range(0, THREADS, THREADS // 6)][:6]
     high = torch.cat([torch.arange(4 * q, 4 * q + 4) for q in sampled]) - lead
     score[0, high] = torch.linspace(5, 9, 24)
     score[1, high + 4] = torch.linspace(5, 9, 24)
@@ -522,8 +522,8 @@ def test_topk_of_rows_unlike_their_samples(threads, parts, device, hostile, judg
     counters, scratch = torch.zeros(3, dtype=I32, device=rows.device), hostile.poisoned((3 * parts * list_numbers(k),), I32).fill_(0x7F000000)
     selected = hostile.poisoned((2, 3, k), I32).fill_(-7)
     for call in selected:
-        ops.topk(device, rows, hostile.packed(ints([4 * E - 1] * 3)), call, 4, "stream" if threads == 512 else "stream_1024", counters, scratch, parts)
-    judge("topk", f"{threads} threads, {parts} parts, unlike its samples", selected, exact=True,
+        ops.topk(device, rows, hostile.packed(ints([4 * E - 1] * 3)), call, 4, "stream", counters, scratch, parts)
+    judge("topk", f"{parts} parts, unlike its samples", selected, exact=True,
           reference=lambda: torch.stack([torch.stack([row.sort(descending=True, stable=True).indices[:k].sort().values for row in score]).to(I32)] * 2))  # fmt: skip
     assert not counters.any(), "a counter was left behind"
     hostile.check_guards()
@@ -540,7 +540,7 @@ def test_topk_takes_nan_as_the_largest(variant, device, hostile, judge):
     judge("topk", f"{variant}: NaN", selected, exact=True, reference=lambda: torch.stack([row.sort(descending=True, stable=True).indices[:k].sort().values for row in score]).to(I32))
 
 
-@pytest.mark.parametrize("variant", ["radix", "stream", "stream_1024"])
+@pytest.mark.parametrize("variant", ["radix", "stream"])
 def test_topk_of_a_million_tokens(variant, device, hostile, judge):
     """262,144 entries, published k = 1024, at the last position and one group earlier; half the scores are tied."""
     E, k = 262_144, 1024

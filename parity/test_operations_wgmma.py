@@ -166,15 +166,6 @@ def test_sparse_attn_wgmma_of_a_token_does_not_depend_on_the_others(variant, spl
     assert torch.equal(seen, seen_again)
 
 
-@VARIANTS
-def test_sparse_attn_wgmma_asks_for_keys_earlier_with_the_same_bits(variant, device, hostile, judge):
-    keys = edge_keys("CSA list", 70)
-    plain, seen = keys.run(device, hostile, variant=variant)
-    ahead, seen_ahead = keys.run(device, hostile, variant=variant.replace("wgmma", "wgmma_ahead"))
-    judge("sparse_attn", f"asked for earlier, {variant}", ahead, exact=True, reference=lambda: plain)
-    assert torch.equal(seen, seen_ahead)
-
-
 @pytest.mark.parametrize("splits", [1, 2])
 def test_sparse_attn_wgmma_takes_queries_and_outputs_at_any_address(splits, device, hostile, judge):
     """Rows an odd number of elements apart, from an odd element on: no 16-byte access fits."""

@@ -59,8 +59,8 @@ class Plan:
 PORTABLE = Plan("portable", decode=Variants(linear="thin", experts="thin"), prefill=Variants(linear="mma", experts="mma"))
 FAST = Plan(
     "fast",
-    decode=Variants(linear="stream", experts="stream", topk="stream_1024", indexer_score="wgmma", sparse_attn="flash", hyper_connection="split", at_once=True),
-    prefill=Variants(linear="wgmma", experts="wgmma", topk="stream_1024", indexer_score="wgmma_tiles", sparse_attn="wgmma", hyper_connection="mma", at_once=True),
+    decode=Variants(linear="stream", experts="stream", topk="stream", indexer_score="wgmma", sparse_attn="flash", hyper_connection="split", at_once=True),
+    prefill=Variants(linear="wgmma", experts="wgmma", topk="stream", indexer_score="wgmma_tiles", sparse_attn="wgmma", hyper_connection="mma", at_once=True),
 )
 PLANS = {plan.name: plan for plan in (PORTABLE, FAST)}
 
@@ -68,8 +68,8 @@ PLANS = {plan.name: plan for plan in (PORTABLE, FAST)}
 HOPPER_ONLY = {
     "linear": {"wgmma": "tiles"},
     "experts": {"wgmma": "tiles"},
-    "indexer_score": {"wgmma": "int8", "wgmma_16": "int8", "wgmma_tiles": "int8_tiles", "wgmma_tiles_3": "int8_tiles"},
-    "sparse_attn": {"wgmma": "flash", "wgmma_ahead": "flash", "wgmma_p_bf16": "flash_p_bf16", "wgmma_ahead_p_bf16": "flash_p_bf16"},
+    "indexer_score": {"wgmma": "int8", "wgmma_16": "int8", "wgmma_tiles": "int8_tiles"},
+    "sparse_attn": {"wgmma": "flash", "wgmma_p_bf16": "flash_p_bf16"},
 }
 
 
@@ -130,7 +130,7 @@ def fitted(plan: Plan, config: ModelConfig) -> Plan:
     return replace(plan, decode=fit(plan.decode), prefill=fit(plan.prefill))
 
 
-ROUNDING = {"flash": "flash_p_bf16", "wgmma": "wgmma_p_bf16", "wgmma_ahead": "wgmma_ahead_p_bf16"}  # attention variants, and the same with p rounded
+ROUNDING = {"flash": "flash_p_bf16", "wgmma": "wgmma_p_bf16"}  # attention variants, and the same with p rounded
 
 
 def with_p_bf16(plan: Plan) -> Plan:

@@ -51,9 +51,9 @@ extern "C" __global__ void profile_take(long long *out) {
   spent[threadIdx.x] = 0;
 }
 
-template <int PARTS, bool AHEAD> __device__ __forceinline__ void timed(const Call &call) {
+template <int PARTS> __device__ __forceinline__ void timed(const Call &call) {
   const long long since = clock64();
-  attend<PARTS, false, AHEAD>(call);
+  attend<PARTS, false>(call);
   note(WHOLE, since);
 }
 
@@ -63,18 +63,7 @@ profile_wgmma(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring
    int window, int listed, int capacity, int ratio, float scale, long long q_stride, long long ring_row_stride,
    long long ring_slot_stride, long long ring_position_stride, long long entries_row_stride, long long entry_stride,
    long long selected_stride, long long out_stride, long long visible_stride, int tokens) {
-  timed<2, false>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed, capacity,
-              ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride, entries_row_stride, entry_stride,
-              selected_stride, out_stride, visible_stride, tokens, 1, nullptr, nullptr});
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-profile_wgmma_ahead(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position, const unsigned char *entries, const int *selected,
-   const int *position, const int *row, const float *sink, __nv_bfloat16 *out, int *visible, int heads, int d, int r, int slots,
-   int window, int listed, int capacity, int ratio, float scale, long long q_stride, long long ring_row_stride,
-   long long ring_slot_stride, long long ring_position_stride, long long entries_row_stride, long long entry_stride,
-   long long selected_stride, long long out_stride, long long visible_stride, int tokens) {
-  timed<2, true>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed, capacity,
+  timed<2>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed, capacity,
               ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride, entries_row_stride, entry_stride,
               selected_stride, out_stride, visible_stride, tokens, 1, nullptr, nullptr});
 }
@@ -85,18 +74,8 @@ profile_wgmma_p_bf16(const __nv_bfloat16 *q, const unsigned char *ring, const in
    int window, int listed, int capacity, int ratio, float scale, long long q_stride, long long ring_row_stride,
    long long ring_slot_stride, long long ring_position_stride, long long entries_row_stride, long long entry_stride,
    long long selected_stride, long long out_stride, long long visible_stride, int tokens) {
-  timed<1, false>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed, capacity,
+  timed<1>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed, capacity,
               ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride, entries_row_stride, entry_stride,
               selected_stride, out_stride, visible_stride, tokens, 1, nullptr, nullptr});
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-profile_wgmma_ahead_p_bf16(const __nv_bfloat16 *q, const unsigned char *ring, const int *ring_position, const unsigned char *entries, const int *selected,
-   const int *position, const int *row, const float *sink, __nv_bfloat16 *out, int *visible, int heads, int d, int r, int slots,
-   int window, int listed, int capacity, int ratio, float scale, long long q_stride, long long ring_row_stride,
-   long long ring_slot_stride, long long ring_position_stride, long long entries_row_stride, long long entry_stride,
-   long long selected_stride, long long out_stride, long long visible_stride, int tokens) {
-  timed<1, true>({q, ring, ring_position, entries, selected, position, row, sink, out, visible, heads, slots, window, listed, capacity,
-              ratio, scale, q_stride, ring_row_stride, ring_slot_stride, ring_position_stride, entries_row_stride, entry_stride,
-              selected_stride, out_stride, visible_stride, tokens, 1, nullptr, nullptr});
-}

@@ -12,7 +12,7 @@ from probes.core.inputs import Hostile
 from production.cpu_device import KERNELS
 from production.launch import open_device
 
-VARIANTS = ["wgmma", "wgmma_16", "wgmma_tiles", "wgmma_tiles_3"]
+VARIANTS = ["wgmma", "wgmma_16", "wgmma_tiles"]
 
 
 @pytest.fixture(scope="module")

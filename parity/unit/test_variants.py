@@ -96,7 +96,7 @@ def attending(variant: str | None) -> Plan:
 
 
 def test_what_only_hopper_has_is_replaced_by_name_elsewhere():
-    for variant, other in (("wgmma", "flash"), ("wgmma_ahead", "flash"), ("wgmma_p_bf16", "flash_p_bf16"), ("flash", "flash"), (None, None)):
+    for variant, other in (("wgmma", "flash"), ("wgmma_p_bf16", "flash_p_bf16"), ("flash", "flash"), (None, None)):
         plan = without_hopper(attending(variant))
         assert (plan.name, plan.prefill.sparse_attn, plan.prefill.topk) == ("fast", other, FAST.prefill.topk)
         assert (plan.decode, plan.prefill.indexer_score) == (replace(FAST.decode, indexer_score="int8"), "int8_tiles")

@@ -45,7 +45,7 @@ PREPARED_HEADS = (16, 64)
 FAST_DIM = 128
 TILE_WARPS = {"int8_tiles": 12, "int8_tiles_8": 8}
 WGMMA_ROWS = {"wgmma": 3, "wgmma_16": 4}  # warpgroups of a block
-WGMMA_TILES = {"wgmma_tiles": ("indexer_tiles_wgmma", 2, 512), "wgmma_tiles_3": ("indexer_tiles_wgmma_3", 3, 384)}  # warpgroups, keys
+WGMMA_TILES = {"wgmma_tiles": (3, 384)}  # warpgroups, keys
 WGMMA_TILES_SHARED, WGMMA_STAGES = 3 * 8 * (64 * 132 + 16), 6  # TILES_SHARED, ROW_STAGES
 
 
@@ -76,7 +76,7 @@ def indexer_score(
 
     q [T, hi, di] bf16 (rs); weights [T, hi] f32 (rs); keys [b, capacity, di/2] u8; scales [b, capacity, di/32] u8; score [T, E] f32 (rs).
     Variants: naive, entries, mma; for di = 128 and at most 64 heads int8 (few queries) and int8_tiles, int8_tiles_8 (many); on sm_90a
-    and for 17 heads and more also wgmma, wgmma_16, wgmma_tiles, wgmma_tiles_3. The latter seven give the same bits; their q must be e2m1 values
+    and for 17 heads and more also wgmma, wgmma_16, wgmma_tiles. The latter six give the same bits; their q must be e2m1 values
     times a power of two per 32, as hadamard_e2m1 writes them: others make a token's scores NaN.
     scratch: u8 of `indexer_scratch(T, hi)` bytes for those with tiles.
     """
@@ -142,8 +142,8 @@ def _int8(
     dev.launch(source, prepare, (T,), (256,), (q, weights, position, scratch, hi, q_stride, weights_stride))
     tiles: tuple[Argument, ...] = (scratch, keys, scales, position, row, score, T, E, capacity, ratio, keys_stride, scales_stride, score_stride)
     if wgmma:
-        kernel, groups, tile_keys = WGMMA_TILES[which]
-        threads, shared = 128 * groups, WGMMA_TILES_SHARED
+        groups, tile_keys = WGMMA_TILES[which]
+        kernel, threads, shared = "indexer_tiles_wgmma", 128 * groups, WGMMA_TILES_SHARED
     else:
         warps = 4 if heads == PREPARED_HEADS[0] else TILE_WARPS[which]
         kernel, threads, shared, tile_keys = f"indexer_tiles_{heads}_{warps}", 32 * warps, 4 * (heads * (FAST_DIM + 4) + 16), 64 * warps

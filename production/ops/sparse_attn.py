@@ -38,7 +38,7 @@ FLASH_SPLIT_KEYS, FLASH_MAX_SPLITS = 128, 32
 FLASH_TILE_US, FLASH_BLOCK_US, SMS = {64: 6.1, 32: 4.3, 16: 2.8}, 6.0, 132  # measured on an H200, to choose a block's heads; moves no bit
 
 # sparse_attn_wgmma.cu: parts of p by variant, heads of a block, bytes of shared memory
-WGMMA = {"wgmma": 2, "wgmma_p_bf16": 1, "wgmma_ahead": 2, "wgmma_ahead_p_bf16": 1}
+WGMMA = {"wgmma": 2, "wgmma_p_bf16": 1}
 WGMMA_SPLIT_KEYS, WGMMA_MAX_SPLITS = 128, 16  # a pair of tiles; a split leaves 128 KB, worth about two tiles where many rows share the card
 WGMMA_DIM, WGMMA_ROTARY, WGMMA_HEADS, WGMMA_SHARED = 512, 64, 64, 231_584
 
@@ -104,7 +104,6 @@ def sparse_attn(
     flash (d 128 or 512, r 64), flash_p_bf16 (the same, p rounded to bf16). Of the last two: done [merge_counters(T, h)] i32,
     zero before and after: splits are merged in the same launch, not by a second one; heads_per_block: None chooses by shape.
     wgmma, wgmma_p_bf16 (sm_90a, d 512, r 64): 64 heads of a query at a time on Hopper's tensor cores, at least 128 keys a split;
-    wgmma_ahead, wgmma_ahead_p_bf16: the same bits, a loader that asks for keys earlier where there is one split.
     """
     T, h, d = q.shape
     b, slots, size = ring.shape

@@ -21,13 +21,13 @@ from production.ops.arguments import shape as _shape
 from production.ops.layout import rows as _rows
 from production.ops.layout import tokens as _tokens
 
-SPARE, MOST_PARTS, BINS, HELD = 512, 32, 2048, 16  # as in kernels/topk.cu
+SPARE, MOST_PARTS, BINS, HELD, THREADS = 512, 32, 2048, 16, 512  # as in kernels/topk.cu
 BLOCKS = 264  # two on each multiprocessor of an H200: rows share these, from 133 rows on each gets one
 
 
-def topk_parts(T: int, E: int, threads: int = 512) -> int:
+def topk_parts(T: int, E: int) -> int:
     """Blocks that share a row of up to E entries in a call of T rows. The result does not depend on it."""
-    return max(1, min(MOST_PARTS, _ceil(E, HELD * threads), BLOCKS * 512 // threads // max(T, 1)))
+    return max(1, min(MOST_PARTS, _ceil(E, HELD * THREADS), BLOCKS // max(T, 1)))
 
 
 def list_numbers(k: int) -> int:
@@ -46,15 +46,15 @@ def topk(
 ) -> None:  # fmt: skip
     """selected[t] = the k best of the (position + 1) // ratio visible entries, ascending, then -1; ties: lower entry first.
 
-    score [T, E] f32 (rs); selected [T, k] i32 (rs). Variants: naive, radix, stream, stream_1024 (the same result).
-    stream (512 threads) and stream_1024 read a row once, by `parts` blocks (None: `topk_parts`). parts > 1 needs `counters`, i32,
+    score [T, E] f32 (rs); selected [T, k] i32 (rs). Variants: naive, radix, stream (the same result).
+    stream reads a row once, by `parts` blocks (None: `topk_parts`). parts > 1 needs `counters`, i32,
     T or more of them, zero before and after, and `scratch`, i32, 16-byte aligned, of any content.
     """
     T, E = score.shape
     k = selected.shape[1]
     _tokens("topk", T, position)
     _shape("topk", "selected", selected, T, k)
-    which = _choose("topk", variant, "radix", ("naive", "radix", "stream", "stream_1024"))
+    which = _choose("topk", variant, "radix", ("naive", "radix", "stream"))
     strides = (*_rows("topk", "score", score), *_rows("topk", "selected", selected))
     if not T or not k:
         return
@@ -63,10 +63,9 @@ def topk(
     elif which == "radix":
         dev.launch("topk", "topk_radix", (T,), (256,), (score, position, selected, E, k, ratio, *strides))
     else:
-        threads = 1024 if which == "stream_1024" else 512
-        parts = topk_parts(T, E, threads) if parts is None else parts
+        parts = topk_parts(T, E) if parts is None else parts
         room = max(4096, k + 2048)
-        shared = 4 * (BINS + 2 * (room + HELD * threads))
+        shared = 4 * (BINS + 2 * (room + HELD * THREADS))
         _need(shared <= 227 * 1024 - 4096, "topk", f"{which}: k = {k} needs {shared} bytes of shared memory; use radix")
         _need(1 <= parts <= MOST_PARTS, "topk", f"{which}: {parts} parts, expected 1 to {MOST_PARTS}")
         if parts > 1:
@@ -75,5 +74,5 @@ def topk(
                 _need(has >= needs, "topk", f"{which}: {name} has {has} numbers, {T} rows in {parts} parts need {needs}")
                 _packed("topk", **{name: tensor})
             _need(scratch is not None and scratch.data_ptr() % 16 == 0, "topk", "scratch is not 16-byte aligned")
-        dev.launch("topk", f"topk_stream_{threads}", (T * parts,), (threads,),
+        dev.launch("topk", "topk_stream", (T * parts,), (THREADS,),
                    (score, position, selected, counters, scratch, E, k, ratio, parts, room, *strides), shared)  # fmt: skip
