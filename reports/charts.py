@@ -1,6 +1,6 @@
 """Geometry of the report's inline SVG: where points, ticks and labels go. No numbers are made here, only places for them.
 
-`line_chart` returns plain coordinates; template.html draws them, so that every string passes its escaping.
+`line_chart` returns plain coordinates; page/macros.html draws them, so that every string passes its escaping.
 Tests: parity/unit/test_reports.py.
 """
 
@@ -34,7 +34,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Everything that template.html draws. not_finite names the values that have no place on an axis."""
+    """Everything that page/macros.html draws. not_finite names the values that have no place on an axis."""
 
     title: str
     series: list[Series]

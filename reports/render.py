@@ -33,7 +33,7 @@ from probes.core.records import (
 )
 from reports import charts, heat, junit, names, words
 
-TEMPLATE = Path(__file__).with_name("template.html")
+PAGE = Path(__file__).with_name("page")  # page.html, its style and script, macros, and one file a section
 GATE_ROWS_BYTES = 2_500_000  # the gates table is the only part that grows without bound
 TABLE_ROWS = 500  # of a measurement; the run file has the rest
 OUT_OF_SCOPE = (
@@ -400,9 +400,8 @@ def facts_of(values: dict[str, Any]) -> list[tuple[str, str]]:
 
 def report_html(records: list[Record]) -> str:
     """The whole page."""
-    source = TEMPLATE.read_text(encoding="utf-8")
-    script = source.split("<script>")[1].split("</script>")[0]
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    script = "\n" + (PAGE / "script.js").read_text(encoding="utf-8")
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(PAGE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     run = split(records)
     counts, outcome = counts_of(run), outcome_of(run)
     blocks, model_rows = heat.heat_map(run.verdicts, run.coverage, run.header.layers)
@@ -415,7 +414,8 @@ def report_html(records: list[Record]) -> str:
     missing = [c for c in run.coverage if c.observed < c.expected]
     known = {"residual", "residual growth", "sinkhorn", "visible", "attention mass", "sink merge", "logits", "drift", "greedy", "recall", "choices", "self_parity", "observer"}
     others = [name for name in dict.fromkeys(m.name for m in run.measurements) if name not in known]
-    html = environment.from_string(source).render(
+    html = environment.get_template("page.html").render(
+        style=(PAGE / "style.css").read_text(encoding="utf-8"), script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         words=words, run=run, header=run.header, summary=run.summary, outcome=outcome,
         passed=counts[State.PASS], failed=counts[State.FAIL], not_run=counts[State.NOT_RUN],

@@ -17,14 +17,14 @@ from typing import Any
 import jinja2
 
 from reports import words
-from reports.render import TEMPLATE
+from reports.render import PAGE
 
 SWEEP_TEMPLATE = Path(__file__).with_name("sweep.html")
 
 
 def sweep_html(sweep: dict[str, Any]) -> str:
     """The page. Raises KeyError, TypeError or jinja2.UndefinedError where the sweep lacks something."""
-    style = TEMPLATE.read_text(encoding="utf-8").split("<style>")[1].split("</style>")[0]
+    style = (PAGE / "style.css").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     outcomes = sweep["outcomes"]
     groups: dict[str, list[dict[str, Any]]] = {}
