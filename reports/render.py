@@ -30,6 +30,8 @@ from probes.core.records import (
     State,
     Summary,
     Verdict,
+    accepted,
+    ruling,
 )
 from reports import charts, heat, junit, names, words
 
@@ -91,19 +93,24 @@ def counts_of(run: Run) -> dict[State, int]:
     return {state: sum(v.state is state for v in run.verdicts) for state in State}
 
 
+def waived_of(run: Run) -> int:
+    """Failures that a waiver accepts on the day of the run."""
+    return sum(accepted(v, run.header.started[:10]) for v in run.verdicts)
+
+
 def outcome_of(run: Run) -> Outcome:
     """The verdict in words. A cut-off run, or a summary that the records contradict, is incomplete whatever it claims."""
     counts, summary = counts_of(run), run.summary
-    total = len(run.verdicts)
+    total, waived = len(run.verdicts), waived_of(run)
     if summary is None:
         seen = f"{words.plural(total, 'gate')} had been judged, {counts[State.FAIL]} of them failed"
         return Outcome("incomplete", f"the run was cut off: its file has no last line. {seen}.", [])
-    claimed = (summary.passed, summary.failed, summary.not_run, summary.total)
-    counted = (counts[State.PASS], counts[State.FAIL], counts[State.NOT_RUN], total)
+    claimed = (summary.passed, summary.failed, summary.not_run, summary.total, summary.waived)
+    counted = (counts[State.PASS], counts[State.FAIL], counts[State.NOT_RUN], total, waived)
     missing = sum(c.observed < c.expected for c in run.coverage)
-    clean = counted[0] > 0 and counted[1] == 0 and counted[2] == 0 and missing == 0
-    if claimed != counted or (summary.verdict == "pass" and not clean) or (summary.verdict == "fail") != (counted[1] > 0):
-        numbers = "passed {}, failed {}, not run {}, total {}"
+    ruled = ruling(counted[0], counted[1], waived, counted[2], missing)
+    if claimed != counted or summary.verdict not in (ruled, "incomplete") or (summary.verdict == "incomplete" and ruled == "fail"):
+        numbers = "passed {}, failed {}, not run {}, total {}, waived {}"
         return Outcome(
             "incomplete",
             "the run's last line contradicts its records, so neither is believed.",
@@ -111,9 +118,12 @@ def outcome_of(run: Run) -> Outcome:
         )
     if summary.verdict == "fail":
         judged = total - counted[2]
-        sentence = f"{counted[1]} of {words.plural(judged, 'judged gate')} failed" + (f"; {words.plural(counted[2], 'gate was', 'gates were')} not run." if counted[2] else ".")
+        sentence = f"{counted[1]} of {words.plural(judged, 'judged gate')} failed" + (f", {waived} of them waived" if waived else "")
+        sentence += f"; {words.plural(counted[2], 'gate was', 'gates were')} not run." if counted[2] else "."
     elif summary.verdict == "pass":
         sentence = f"all {words.plural(total, 'gate')} passed, and nothing that was asked for was left out."
+        if waived:
+            sentence = f"{counted[0]} of {words.plural(total, 'gate')} passed, {words.plural(waived, 'known failure is', 'known failures are')} waived, and nothing that was asked for was left out."
     else:
         parts = []
         if counted[2]:
@@ -122,7 +132,7 @@ def outcome_of(run: Run) -> Outcome:
             parts.append(f"{words.plural(missing, 'tap')} did not fire as often as expected")
         if not counted[0]:
             parts.append("nothing was compared" if total == 0 else "nothing passed")
-        sentence = "nothing failed, but " + (", ".join(parts) or "not everything was looked at") + "."
+        sentence = (f"{words.plural(waived, 'known failure is', 'known failures are')} waived, but " if waived else "nothing failed, but ") + (", ".join(parts) or "not everything was looked at") + "."
     return Outcome(summary.verdict, sentence, summary.reasons)
 
 

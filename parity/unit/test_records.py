@@ -11,6 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from probes.core.records import (
+    NEVER_WAIVED,
+    VERDICTS,
     Coverage,
     Divergence,
     Header,
@@ -74,7 +76,7 @@ records = st.one_of(
     st.builds(Mechanism, name=text, count=st.integers(), meaning=text),
     st.builds(dataclasses.replace, st.just(HEADER), command=text, inject=st.none() | text, notes=st.lists(text)),
     st.builds(
-        Summary, verdict=text, passed=st.integers(), failed=st.integers(), not_run=st.integers(), total=st.integers(), seconds=floats,
+        Summary, verdict=st.sampled_from(VERDICTS), passed=st.integers(), failed=st.integers(), not_run=st.integers(), total=st.integers(), seconds=floats,
         first_divergence=st.none() | st.builds(Divergence, layer=st.none() | st.integers(), point=text, phase=st.none() | text, step=st.none(), local=st.none(), component=text),
     ),
 )  # fmt: skip
@@ -125,7 +127,12 @@ def test_a_text_that_reads_like_a_number_stays_text():
         ('{"type": "measurement", "name": "x", "valuez": {}}', "unknown fields ['valuez']"),
         ('{"type": "kernel", "source": "a", "kernel": "b", "arch": "c", "build": "d"}', "launches"),
         (to_line(verdict()).replace('"pass"', '"passed"'), "passed"),
-        (to_line(HEADER).replace('"schema": 1', '"schema": 2'), "schema 2"),
+        (to_line(HEADER).replace('"schema": 2', '"schema": 3'), "schema 3; this version reads 1 and 2"),
+        (to_line(HEADER).replace('"schema": 2', '"schema": true'), "schema True"),
+        (to_line(HEADER).replace(', "schema": 2', ""), "schema None"),
+        (to_line(HEADER).replace('"schema": 2', '"schema": 1'), "unknown fields ['baseline', 'redacted', 'reds', 'waivers']"),
+        (to_line(HEADER).replace('"reds": {}', '"reds": {"g": ["B1", 2]}'), "reds"),
+        (to_line(summarise([verdict()])).replace('"verdict": "pass"', '"verdict": "passed"'), "expected pass, fail, incomplete"),
         (
             to_line(summarise([verdict()], divergence=Divergence(0, "p", None, None, None, "c"))).replace('"component"', '"x"'),
             "x",
@@ -177,6 +184,52 @@ def test_what_did_not_run_says_why_and_is_not_a_pass():
 
 def test_a_failure_outweighs_everything():
     assert summarise([verdict(), verdict(State.FAIL), verdict(State.NOT_RUN), seen(1, 0)]).verdict == "fail"
+
+
+WAIVER = {"reason": "one ulp in a tie", "until": "2026-06-30", "by": "kim"}
+
+
+def waived(**facts):
+    return verdict(State.FAIL, waiver=WAIVER, **facts)
+
+
+def test_a_waived_failure_stays_a_failure_and_is_counted_beside_it():
+    s = summarise([HEADER, verdict(), waived()])
+    assert (s.verdict, s.passed, s.failed, s.waived, s.total) == ("pass", 1, 1, 1, 2)
+    assert summarise([HEADER, verdict(), waived(), verdict(State.FAIL)]).verdict == "fail"
+
+
+@pytest.mark.parametrize("beside", [[], [verdict(), verdict(State.NOT_RUN)], [verdict(), seen(1, 0)]])
+def test_a_waiver_accepts_a_failure_and_nothing_else(beside):
+    s = summarise([HEADER, waived(), *beside])
+    assert (s.verdict, s.waived) == ("incomplete", 1)
+
+
+@pytest.mark.parametrize(
+    "waiver",
+    [
+        {}, {**WAIVER, "reason": " "}, {**WAIVER, "by": ""}, {**WAIVER, "until": "2026-01-01"}, {**WAIVER, "until": "soon"}, {**WAIVER, "until": None},
+        {"reason": "r", "until": "2026-06-30"},
+    ],
+)  # fmt: skip
+def test_a_waiver_without_reason_name_or_valid_date_counts_for_nothing(waiver):
+    s = summarise([HEADER, verdict(), verdict(State.FAIL, waiver=waiver)])
+    assert (s.verdict, s.failed, s.waived) == ("fail", 1, 0)
+
+
+def test_a_waiver_holds_through_its_last_day():
+    assert summarise([HEADER, verdict(), verdict(State.FAIL, waiver={**WAIVER, "until": HEADER.started[:10]})]).verdict == "pass"
+
+
+@pytest.mark.parametrize("gate", NEVER_WAIVED)
+def test_what_was_not_compared_cannot_be_waived(gate):
+    s = summarise([HEADER, verdict(), dataclasses.replace(waived(), gate=gate)])
+    assert (s.verdict, s.waived) == ("fail", 0)
+
+
+def test_a_waiver_on_what_passes_or_did_not_run_counts_nothing():
+    s = summarise([HEADER, verdict(waiver=WAIVER), verdict(State.NOT_RUN, waiver=WAIVER)])
+    assert (s.verdict, s.waived) == ("incomplete", 0)
 
 
 # ---- files ----

@@ -7,6 +7,7 @@ Standard library only: a report renders on a machine without torch. Tests: parit
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import enum
 import json
 import math
@@ -17,7 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
-SCHEMA = 1
+SCHEMA = 2  # what this version writes; docs and the published JSON Schema tell what a version promises
+READS = (1, 2)  # an older file is read as this schema: a field it does not know has its default
+ADDED = {2: {"header": ("reds", "redacted", "waivers", "baseline"), "verdict": ("waiver",), "summary": ("waived",)}}
 
 
 class RecordError(ValueError):
@@ -45,6 +48,9 @@ class Header:
     command         what was typed; seed  of every random choice
     decode          eager: launched kernel by kernel; replay: from captured graphs; variants  plan of the kernels' variants
     fault_score     what the last sweep over planted faults said on this machine, in words
+    reds            gate -> ids of planted faults that a sweep saw turn it red
+    redacted        the prompt's text is left out and token ids are hashed
+    waivers         every waiver that was given, used or not; baseline  the run file that this one is compared with, as given
     """
 
     type: ClassVar[str] = "header"
@@ -71,6 +77,10 @@ class Header:
     inject: str | None = None
     notes: list[str] = field(default_factory=list)
     fault_score: str = ""
+    reds: dict[str, list[str]] = field(default_factory=dict)
+    redacted: bool = False
+    waivers: list[dict[str, Any]] = field(default_factory=list)
+    baseline: str = ""
     schema: int = SCHEMA
 
 
@@ -92,6 +102,7 @@ class Verdict:
     component   part of the stack, in the words of the fault catalogue
     local       the inputs agreed: the error starts here (isolated runs); None where it cannot be told
     test_id     runs this gate again
+    waiver      a failure that is known and accepted: {reason, until, by}; the state stays fail, `accepted` says whether it counts
     """
 
     type: ClassVar[str] = "verdict"
@@ -128,6 +139,7 @@ class Verdict:
     test_id: str = ""
     numbers: list[dict[str, Any]] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
+    waiver: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -205,7 +217,10 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Summary:
-    """Last line of a run. verdict is "pass" only when nothing failed, something passed and nothing asked was left out."""
+    """Last line of a run. verdict is "pass" only when every failure is waived, something passed and nothing asked was left out.
+
+    failed   every failed verdict, waived ones too; waived  those of them that a waiver accepts
+    """
 
     type: ClassVar[str] = "summary"
     verdict: str
@@ -218,6 +233,7 @@ class Summary:
     near_ties: int = 0
     reasons: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    waived: int = 0
 
 
 Record = Header | Verdict | Measurement | Coverage | Kernel | Mechanism | Summary
@@ -258,6 +274,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(hint, types.UnionType):
         return any(_fits(value, one) for one in typing.get_args(hint))
     origin = typing.get_origin(hint) or hint
+    if origin is dict:
+        inner = typing.get_args(hint)[1]
+        return isinstance(value, dict) and all(_fits(v, inner) for v in value.values())
     if origin is list:
         return isinstance(value, list) and all(_fits(v, typing.get_args(hint)[0]) for v in value)
     if isinstance(value, bool) and hint in (int, float):
@@ -271,8 +290,8 @@ def _check_types(kind: str, values: dict[str, Any], cls: type) -> None:
             raise RecordError(f"{kind}: {name} is {values[name]!r:.60}, expected {getattr(hint, '__name__', hint)}")
 
 
-def from_line(line: str) -> Record:
-    """The record of a line. Raises RecordError with what is wrong."""
+def from_line(line: str, schema: int = SCHEMA) -> Record:
+    """The record of a line of a file of that schema; a header's own schema counts. Raises RecordError with what is wrong."""
     try:
         values = json.loads(line, parse_constant=_reject_constant)
     except RecordError:
@@ -283,15 +302,18 @@ def from_line(line: str) -> Record:
     cls = _TYPES.get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise RecordError(f"unknown record type {kind!r}; known: {', '.join(_TYPES)}")
+    if cls is Header:
+        if type(values.get("schema")) is not int or values["schema"] not in READS:
+            raise RecordError(f"schema {values.get('schema')!r}; this version reads {' and '.join(map(str, READS))}")
+        schema, values["schema"] = values["schema"], SCHEMA
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    unknown = sorted(set(values) - set(fields))
+    later = {name for number, added in ADDED.items() if number > schema for name in added.get(str(kind), ())}
+    unknown = sorted(set(values) - set(fields) | set(values) & later)
     if unknown:
         raise RecordError(f"{kind}: unknown fields {unknown}")
     for name, f in fields.items():
         if name in values and isinstance(values[name], str) and "float" in str(f.type) and values[name] in _NON_FINITE:
             values[name] = _NON_FINITE[values[name]]
-    if cls is Header and values.get("schema") != SCHEMA:
-        raise RecordError(f"schema {values.get('schema')!r}; this version reads {SCHEMA}")
     try:
         if cls is Verdict and "state" in values:
             values["state"] = State(values["state"])
@@ -299,6 +321,8 @@ def from_line(line: str) -> Record:
             _check_types("first_divergence", values["first_divergence"], Divergence)
             values["first_divergence"] = Divergence(**values["first_divergence"])
         _check_types(str(kind), values, cls)
+        if cls is Summary and values.get("verdict", VERDICTS[0]) not in VERDICTS:
+            raise RecordError(f"summary: verdict is {values['verdict']!r:.60}, expected {', '.join(VERDICTS)}")
         return cls(**values)  # type: ignore[no-any-return]
     except RecordError:
         raise
@@ -308,15 +332,42 @@ def from_line(line: str) -> Record:
 
 # ---- a run ----
 
+NEVER_WAIVED = ("run", "collection")  # production stopped, tests that cannot be imported: nothing was compared
+
+
+def accepted(verdict: Verdict, day: str = "") -> bool:
+    """A failure whose waiver counts: it gives reason, name and end date, and has not run out on `day` (ISO; empty: not asked)."""
+    waiver = verdict.waiver
+    if waiver is None or verdict.state is not State.FAIL or verdict.gate in NEVER_WAIVED:
+        return False
+    if not all(isinstance(waiver.get(key), str) and waiver[key].strip() for key in ("reason", "until", "by")):
+        return False
+    try:
+        until = datetime.date.fromisoformat(waiver["until"])
+        return not day or datetime.date.fromisoformat(day) <= until
+    except ValueError:
+        return False
+
+
+def ruling(passed: int, failed: int, waived: int, not_run: int, missing: int) -> str:
+    """pass, fail or incomplete, from the counts alone; waived are among the failed."""
+    if failed > waived:
+        return "fail"
+    return "pass" if passed and not not_run and not missing else "incomplete"
+
 
 def summarise(records: Iterable[Record], seconds: float = 0.0, divergence: Divergence | None = None) -> Summary:
     """The arithmetic of a run: every verdict counted once, a missing tap or an empty run is never a pass."""
     counts = dict.fromkeys(State, 0)
-    near_ties = missing = 0
+    near_ties = missing = waived = 0
+    day = ""
     reasons: list[str] = []
     for record in records:
-        if isinstance(record, Verdict):
+        if isinstance(record, Header):
+            day = record.started[:10]
+        elif isinstance(record, Verdict):
             counts[record.state] += 1
+            waived += accepted(record, day)
             near_ties += record.near_ties
             if record.state is State.NOT_RUN and record.reason and record.reason not in reasons:
                 reasons.append(record.reason)
@@ -324,16 +375,10 @@ def summarise(records: Iterable[Record], seconds: float = 0.0, divergence: Diver
             missing += 1
             reasons.append(f"{record.phase} {record.point} ({record.mode}): fired {record.observed} of {record.expected}")
     total = sum(counts.values())
-    if counts[State.FAIL]:
-        verdict = "fail"
-    elif total == 0 or not counts[State.PASS] or counts[State.NOT_RUN] or missing:
-        verdict = "incomplete"
-        if total == 0:
-            reasons.append("nothing was compared")
-    else:
-        verdict = "pass"
+    if total == 0:
+        reasons.append("nothing was compared")
     return Summary(
-        verdict=verdict, passed=counts[State.PASS], failed=counts[State.FAIL], not_run=counts[State.NOT_RUN], total=total,
+        verdict=ruling(counts[State.PASS], counts[State.FAIL], waived, counts[State.NOT_RUN], missing), waived=waived, passed=counts[State.PASS], failed=counts[State.FAIL], not_run=counts[State.NOT_RUN], total=total,
         first_divergence=divergence, coverage_missing=missing, near_ties=near_ties, reasons=reasons[:50], seconds=seconds,
     )  # fmt: skip
 
@@ -369,14 +414,21 @@ class Ledger:
 
 
 def read_run(path: Path) -> list[Record]:
-    """Every record of a run file; a cut-off last line is dropped. Raises RecordError with the line's number."""
+    """Every record of a run file; a cut-off last line is dropped. Raises RecordError with the line's number.
+
+    A file of an older schema in READS is read as this one.
+    """
     records: list[Record] = []
+    schema = SCHEMA
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            records.append(from_line(line.decode("utf-8")))
+            text = line.decode("utf-8")
+            records.append(from_line(text, schema))
+            if len(records) == 1 and isinstance(records[0], Header):
+                schema = json.loads(text)["schema"]
         except (RecordError, UnicodeDecodeError) as error:
             if number == len(lines):  # no line break after it: the run was killed while writing
                 break
