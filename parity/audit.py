@@ -251,6 +251,7 @@ class Audit:
     stopped: str = ""  # the fault profile: why later passes were not run
     faulty: bool = False  # a fault is planted: what this production chooses is not what one usually chooses
     broken: Exception | None = None
+    alone_words = "each layer of production on the reference's input"
     _greedy: Greedy | None = None
 
     def __post_init__(self) -> None:
@@ -353,7 +354,7 @@ class Audit:
         began = time.perf_counter()
         if not self._isolated(one):
             return
-        self.say(f"prefill: each layer of production on the reference's input: {time.perf_counter() - began:.1f} s")
+        self.say(f"prefill: {self.alone_words}: {time.perf_counter() - began:.1f} s")
         began = time.perf_counter()
         self._noise(one, found)
         self.say(f"prefill: noise floor from {len(self.twins)} twins {time.perf_counter() - began:.1f} s" + (" from the cache" if found else ""))
@@ -646,6 +647,14 @@ class Audit:
         return self._units[name]
 
     # ---- what the tests read ----
+
+    def reference_of(self, mode: str) -> str:
+        """Whose recorded values a mode is held against: here the reference's own chain, whose input isolated layers got too."""
+        return "reference"
+
+    def exposes(self, point: str) -> bool:
+        """Whether production can show a point at all; ours shows every one."""
+        return True
 
     def reached(self, who: str, point: str, steps: tuple[int, int]) -> tuple[int, int]:
         """Those of the decode steps at which a run that stopped early has shown a point; all of them where it did not stop."""

@@ -41,7 +41,8 @@ def _judged_case(audit: Audit, case: Case, test_id: str) -> Verdict:
     if case.steps is not None:
         case = replace(case, steps=audit.reached(who, case.point, case.steps))
     expected = 1 if case.steps is None else case.steps[1] - case.steps[0] + 1
-    for side in (who, "reference"):
+    other = audit.reference_of(case.mode)
+    for side in (who, other):
         fired = audit.fired(side, case.point, case.phase, case.steps)
         if fired < expected:
             reason = f"tap fired {fired} of {expected} times in {side}"
@@ -49,7 +50,7 @@ def _judged_case(audit: Audit, case: Case, test_id: str) -> Verdict:
                 reason = f"production stopped in {audit.crash.phase}: {audit.crash.message}"
             return replace(base, state=State.NOT_RUN, reason=audit.stopped or reason)
     got = audit.values(who, case.point, case.phase, case.steps)
-    want = audit.values("reference", case.point, case.phase, case.steps)
+    want = audit.values(other, case.point, case.phase, case.steps)
     valid = audit.valid_over(case.phase, case.steps)
     if spec.name == "attn.selected":
         return with_step(_judge_selected(audit, case, base, got, want, valid), case)
@@ -300,7 +301,7 @@ def judge_choice(
 
 def _judge_selected(audit: Audit, case: Case, base: Verdict, got: Tensor, want: Tensor, valid: Tensor) -> Verdict:
     score_point = case.point.replace("selected", "indexer.score")
-    scores = audit.values("reference", score_point, case.phase, case.steps)
+    scores = audit.values(audit.reference_of(case.mode), score_point, case.phase, case.steps)
     if scores.shape[-1] == 0:
         scores = torch.full((*scores.shape[:-1], 1), -math.inf)
     noise = audit.floor(case.mode, score_point).absolute
@@ -312,6 +313,8 @@ def _own_scores(audit: Audit, case: Case, point: str) -> Tensor | None:
     """What production chose by; None where its tap did not fire at every step."""
     who = "isolated" if case.mode == "isolated" else "production"
     expected = 1 if case.steps is None else case.steps[1] - case.steps[0] + 1
+    if not audit.exposes(point):
+        return None
     return audit.values(who, point, case.phase, case.steps) if audit.fired(who, point, case.phase, case.steps) == expected else None
 
 
@@ -319,7 +322,7 @@ def _judge_experts(audit: Audit, case: Case, base: Verdict, got: Tensor, want: T
     layer = case.layer
     assert layer is not None
     gate_point = case.point.replace("experts", "gate")
-    scores = audit.values("reference", gate_point, case.phase, case.steps).double()
+    scores = audit.values(audit.reference_of(case.mode), gate_point, case.phase, case.steps).double()
     due = torch.full(valid.shape, audit.config.num_experts_per_tok)
     if audit.config.is_hash(layer):
         wanted, _ = _as_mask(want, scores.shape[-1])
@@ -374,11 +377,11 @@ def judge_mhc(audit: Audit, layer: int, phase: str, half: str) -> Verdict:
     base = Verdict("mhc.sums", point, "isolated", State.NOT_RUN, "deviation of the sums of comb from the reference's", layer=layer, phase=phase, component="mHC", local=True, why=GATES["mhc.sums"].why)
     values = {}
     for name in ("pre", "post", "comb"):
-        for who in ("isolated", "reference"):
+        for who in ("isolated", audit.reference_of("isolated")):
             collected = whole_phase(audit, who, f"layers.{layer}.{half}.{name}", phase)
             if collected is None:
                 return replace(base, reason=_why_missing(audit, f"layers.{layer}.{half}.{name}"))
-            values[name, who] = collected
+            values[name, "isolated" if who == "isolated" else "reference"] = collected
     comb, want = values["comb", "isolated"], values["comb", "reference"]
     outside = sum(int((~((v > 0) & (v <= top))).sum()) for v, top in ((values["pre", "isolated"], 1 + 2 * audit.config.hc_eps), (values["post", "isolated"], 2.0)))
     outside += int((~(comb >= 0)).sum())

@@ -183,7 +183,7 @@ def explained_core(audit: Audit, verdict: Verdict) -> Verdict:
     if verdict.gate != "attn.core" or verdict.state is not State.FAIL or verdict.mode != "isolated" or verdict.layer is None or verdict.phase is None:
         return verdict
     steps = None if verdict.phase == "prefill" else (verdict.step_first or 0, verdict.step_last or 0)
-    got, want = (audit.values(who, verdict.point, verdict.phase, steps) for who in ("isolated", "reference"))
+    got, want = (audit.values(who, verdict.point, verdict.phase, steps) for who in ("isolated", audit.reference_of("isolated")))
     if got.shape != want.shape:
         return verdict
     error, _ = row_errors(got, want, 1)
