@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.metadata
 import os
 import platform
 import re
@@ -48,11 +49,12 @@ DEFAULT_STEPS = 130
 FAULT_STEPS = 24  # the fault profile: from 250 tokens on, groups of 4 end and 256 is crossed
 PROFILES = ("full", "faults")
 DEFAULT_MAX_CONTEXT = 8192
-RUNS = ROOT / "reports" / "runs"
+PARITY = ROOT / "parity"
+RUNS = Path("reports") / "runs"  # below home()
 DEVICES = ("cpu", "cuda")
 DECODING = ("eager", "replay")  # as production.graph
 PLANS = ("portable", "fast")  # as production.variants
-UNIT = ROOT / "parity" / "unit"
+UNIT = PARITY / "unit"
 FILES = ("run.jsonl", "report.html", "junit.xml", REPRO)
 GPU_FILES = ("test_device.py", "test_operations_published.py")  # asked for with --device cuda only
 
@@ -82,6 +84,16 @@ def _within_unit(path: Path) -> bool:
 
 def _asked_paths(config: pytest.Config) -> list[Path]:
     return [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
+
+
+def is_elsewhere(config: pytest.Config) -> bool:
+    """True for `pytest --parity` in another repository, whose own report and commit the run is."""
+    return bool(config.getoption("parity", False)) and config.rootpath != ROOT
+
+
+def home(config: pytest.Config) -> Path:
+    """The repository that a run belongs to: where its reports go, and whose commit its header names."""
+    return config.rootpath if is_elsewhere(config) else ROOT
 
 
 def is_audit(config: pytest.Config) -> bool:
@@ -233,11 +245,11 @@ def _checked(config: pytest.Config) -> Run:
 def _report_dir(given: str | None, config: pytest.Config) -> Path:
     if given is None:
         stamp = datetime.datetime.now().strftime("%Y-%m-%dT%H%M%S")
-        path = RUNS / f"{stamp}-{git_commit()[0] or 'nogit'}"
+        first = path = home(config) / RUNS / f"{stamp}-{git_commit(home(config))[0] or 'nogit'}"
         number = 1
         while path.exists():
             number += 1
-            path = RUNS / f"{stamp}-{git_commit()[0] or 'nogit'}-{number}"
+            path = first.with_name(f"{first.name}-{number}")
     else:
         if not given:
             raise InputError("--report: expected a directory")
@@ -450,11 +462,11 @@ class _Lines:
 # ---- header ----
 
 
-def git_commit() -> tuple[str, bool]:
+def git_commit(root: Path = ROOT) -> tuple[str, bool]:
     """Short commit and whether the tree is dirty; empty outside of a repository."""
     try:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=20)
-        status = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, timeout=20)
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, timeout=20)
+        status = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return "", False
     return (commit.stdout.strip(), bool(status.stdout.strip())) if commit.returncode == 0 else ("", False)
@@ -466,11 +478,20 @@ def environment(run: Run) -> dict[str, Any]:
         "python": platform.python_version(), "torch": torch.__version__, "platform": platform.platform(), "cpu": platform.machine(),
         "cores": os.cpu_count(), "compiler": _first_line(["g++", "--version"]), "gpu": None, "cuda": torch.version.cuda,
     }  # fmt: skip
+    if is_elsewhere(run.config):
+        facts["dsv4-parity"] = _version()
     if run.device == "cuda" and torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name(0)
         facts["capability"] = "sm_{}{}".format(*torch.cuda.get_device_capability(0))
         facts["driver"] = _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return facts
+
+
+def _version() -> str:
+    """This project's own version and the hash of its code, where the commit is another repository's."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return f"{importlib.metadata.version('dsv4-parity')}, code {score.code_hash()[:12]}"
+    return f"not installed, code {score.code_hash()[:12]}"
 
 
 def _first_line(command: list[str]) -> str | None:
@@ -486,7 +507,7 @@ def header(run: Run) -> Header:
     """The first record."""
     assert run.audit is not None
     config = run.audit.reference.config
-    commit, dirty = git_commit()
+    commit, dirty = git_commit(home(run.config))
     kinds = [config.kind(layer) for layer in range(config.num_hidden_layers)]
     notes = [f"unknown config keys: {', '.join(config.unknown_keys)}"] if config.unknown_keys else []
     if run.fault is not None:
@@ -530,7 +551,7 @@ AGAIN = ("phase", "layers", "checkpoint", "prompt", "steps", "device", "decode",
 
 def again_options(config: pytest.Config) -> str:
     """The options of this run that a test's id depends on, as typed behind `pytest ID`; empty for the defaults."""
-    words: list[str] = []
+    words: list[str] = ["--parity"] if is_elsewhere(config) else []
     for name in AGAIN:
         given, option = config.getoption(name, None), "--" + name.replace("_", "-")
         if given is not None and any(str(arg).split("=")[0] == option for arg in config.invocation_params.args):

@@ -1,0 +1,115 @@
+"""Wiring of an audit under pytest: options, the run ledger, planted faults, the report at the end. No logic of its own.
+
+    pytest parity/ --phase decode --layers 0-3    # the source tree: conftest.py registers this module
+    pytest --parity --phase decode --layers 0-3   # another repository: dsv4_parity.py, the pytest11 entry point, does
+
+In another repository the tests are those of the installed package, test ids start with parity/ as here, and the report goes
+into that repository. Not a conftest.py, so that an installed copy has the same hooks. Tests: parity/unit/test_plugin.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from parity import session as parity_session
+
+NAME = "parity.plugin"
+MARKERS = ("gpu: needs a CUDA device; without one the case is recorded as not run", "slow: takes more than ten seconds on two cores")
+
+
+def register(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Register these hooks, once however many ask."""
+    if not pluginmanager.has_plugin(NAME):
+        pluginmanager.register(sys.modules[__name__], NAME)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parity_session.add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    ignored = parity_session.ignore_collect(collection_path, config)
+    if ignored is None and parity_session.is_elsewhere(config):
+        return False  # nor for norecursedirs, nor because it is in a virtual environment
+    return ignored
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if parity_session.is_elsewhere(config):
+        _take_over(config)
+    parity_session.configure(config)
+
+
+def _take_over(config: pytest.Config) -> None:
+    """The audit's tests and the ini values that they are written for, in a session of another repository."""
+    config.args = [_installed(argument) for argument in config.option.file_or_dir] or [str(parity_session.PARITY)]
+    config.args_source = pytest.Config.ArgsSource.ARGS
+    for name, lines in (("markers", MARKERS), ("python_files", ("test_*.py",)), ("python_functions", ("test",)), ("filterwarnings", ("default",))):
+        for line in lines:
+            config.addinivalue_line(name, line)
+    if not config.pluginmanager.has_plugin("parity.conftest"):
+        from parity import conftest
+
+        config.pluginmanager.register(conftest, "parity.conftest")
+
+
+def _installed(argument: str) -> str:
+    """parity/test_layers.py::test_x[y] in the installed package."""
+    path, separator, test = argument.partition("::")
+    found = (parity_session.ROOT / path).resolve()
+    if found != parity_session.PARITY and parity_session.PARITY not in found.parents:
+        raise pytest.UsageError(f"{argument}: with --parity only the audit's own tests run, parity/test_*.py; next: leave it out, or leave --parity out")
+    return f"{found}{separator}{test}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Test ids that do not say where the package is installed, so that they run again anywhere."""
+    if not parity_session.is_elsewhere(parent.config) or parity_session.PARITY not in module_path.parents:
+        return None
+    module: pytest.Module = pytest.Module.from_parent(parent, path=module_path, nodeid=module_path.relative_to(parity_session.ROOT).as_posix())
+    return module
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    if items:
+        parity_session.deselected(items)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    parity_session.start(session)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.failed:
+        parity_session.uncollected(collector, report)
+    return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    parity_session.collected(config, items)  # not called where a named test does not exist
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    parity_session.finish(session, exitstatus, render=render_report)
+
+
+def render_report(records: list, out_dir: Path) -> Path:  # type: ignore[type-arg]
+    """The one place that knows both the judge and the report."""
+    from reports.render import render_run
+
+    return render_run(records, out_dir)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    parity_session.unconfigure(config)
