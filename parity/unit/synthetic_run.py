@@ -1,7 +1,9 @@
-"""Invented runs for the tests of the report: eight layers, two phases, every record type. No model is run.
+"""Invented runs for the tests of the report: every record type, no model is run.
 
-    records = synthetic_run(seed=1, fails=3)          a run that failed
+    records = synthetic_run(seed=1, fails=3)          eight layers, two phases; a run that failed
     records = cut_off(synthetic_run())                the same, killed before its last line
+    records = wild_run()                              NaN, inf and nothing in every number, markup and long words in every text
+    records = large_run(layers=61, steps=128)         the published model of 61 layers with the cases that an audit of it selects
 """
 
 from __future__ import annotations
@@ -9,7 +11,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+from parity import selection
 from probes.core.records import (
     Coverage,
     Divergence,
@@ -23,7 +29,9 @@ from probes.core.records import (
     Verdict,
     summarise,
 )
+from reference.config import ModelConfig
 
+PUBLISHED = Path(__file__).resolve().parents[2] / "checkpoints" / "presets" / "pro"
 HOSTILE = '<script>alert("x")</script>&\'"><img src=x onerror=alert(1)>\x1b[31m\x00 </pre>'
 HALF = ("pre", "post", "comb", "a")
 WINDOW = ("norm", "q", "kv", "visible", "core", "out")
@@ -159,3 +167,125 @@ def _measurements(rng: random.Random, layers: int, nan: bool, hostile: bool) -> 
 def cut_off(records: list[Record]) -> list[Record]:
     """The same run without its last line."""
     return [r for r in records if not isinstance(r, Summary)]
+
+
+# ---- a run in which everything is odd ----
+
+WILD_NUMBERS = (math.nan, math.inf, -math.inf, None, 0.0, -0.0, 1e-320, 1e308)
+WILD_TEXTS = (
+    HOSTILE, "</script><script>alert(1)</script>", "\"'`<>&amp;&#0;{{ 7 * 7 }}{% raw %}", "\u202eright to left\u2066\u05d0\u05d1\u05d2\u0627\u0644", "x" * 10_000,
+    "<!-- <style>*{display:none}</style>", "a\nb\r\nc\td\u2028e", "\U0001f9ea\ud83d e\u0301" * 40, "",
+)  # fmt: skip
+
+
+def wild_run(seed: int = 11, layers: int = 3) -> list[Record]:
+    """A failed run: no number is ordinary and no text is harmless, and the summary still adds up."""
+    rng = random.Random(seed)
+    numbers, texts = _turns(WILD_NUMBERS), _turns(WILD_TEXTS)
+
+    def wild(plain: Verdict) -> Verdict:
+        state = rng.choice(list(State))
+        changes: dict[str, Any] = {field: next(numbers) for field in ("value", "limit", "spent", "floor", "k", "eps", "got", "want", "norm_ratio", "norm_ratio_limit", "cosine", "rel_l2")}
+        changes |= {field: next(texts) for field in ("gate", "metric", "why", "reason", "component", "test_id")}
+        changes["numbers"] = [{"number": next(texts), "smallest_limit": next(numbers), "limit": next(numbers), "spent": next(numbers)} for _ in range(rng.randrange(4))]
+        changes["details"] = {next(texts): [next(numbers), {next(texts): next(numbers)}], "x": next(texts)}
+        return dataclasses.replace(plain, state=state, rows=rng.choice((0, 1, 10**12)), **changes)
+
+    verdicts: list[Verdict] = []
+    for phase in ("prefill", "decode"):
+        for layer in range(layers):
+            verdicts += [wild(verdict(rng, point, mode, phase, layer, None if phase == "prefill" else (0, 0))) for point in points(layer) for mode in ("isolated", "free")]
+    verdicts += [wild(dataclasses.replace(verdict(rng, "logits", "free", "decode", None), point=text, layer=layer)) for text in WILD_TEXTS for layer in (None, 0)]
+    verdicts += [wild(verdict(rng, text, "operation", None, None)) for text in WILD_TEXTS]
+    measured = [
+        dataclasses.replace(m, values={key: value if key in ("site", "of") else next(texts) if isinstance(value, str) else next(numbers) for key, value in m.values.items()})
+        for m in _measurements(rng, layers, nan=True, hostile=True)
+    ]
+    measured += [Measurement(text, None, None, None, None, {text: text, "n": number}) for text in WILD_TEXTS for number in WILD_NUMBERS[:2]]
+    head = header(
+        layers, command=f"pytest parity/ --prompt '{WILD_TEXTS[2]}", commit=HOSTILE, dirty=True, checkpoint=WILD_TEXTS[4], checkpoint_hash=WILD_TEXTS[3], device=WILD_TEXTS[1],
+        policy=list(WILD_TEXTS), prompts=[*WILD_TEXTS], tokens=[1], notes=list(WILD_TEXTS), inject=WILD_TEXTS[3], fault_score=WILD_TEXTS[4], variants=HOSTILE,
+        environment={text: number for text, number in zip(WILD_TEXTS, WILD_NUMBERS, strict=False)} | {"gpu": None, "cpu": HOSTILE},
+        model={**{text: [text] for text in WILD_TEXTS}, "layers": layers, "window": [0, 1], "csa": [2], "hca": []},
+    )  # fmt: skip
+    records: list[Record] = [head, *(Coverage("decode", 0, text, "free", 1, n) for n, text in enumerate(WILD_TEXTS)), *verdicts, *measured]
+    records += [Kernel(text, text, text, text, 1) for text in WILD_TEXTS]
+    records += [Mechanism(text, n, text, text) for n, text in enumerate(WILD_TEXTS)]
+    first = next(v for v in verdicts if v.state is State.FAIL)
+    divergence = Divergence(first.layer, first.point, first.phase, first.step_first, None, HOSTILE, replay=WILD_TEXTS[2], because=WILD_TEXTS[4])
+    return [*records, summarise(records, seconds=math.inf, divergence=divergence)]
+
+
+def _turns(values: tuple[Any, ...]) -> Iterator[Any]:
+    while True:
+        yield from values
+
+
+# ---- a run of the published size ----
+
+METRIC = "worst row rel-L2"
+OPERATIONS = 5300  # cases of operations judged alone, as an audit on a GPU records them
+
+
+def large_run(layers: int = 61, steps: int = 128, seed: int = 6, fails: int = 40) -> list[Record]:
+    """The cases that `pytest parity/ --steps N` selects for the published configuration, each with a verdict of the usual size."""
+    rng = random.Random(seed)
+    config = ModelConfig.from_dir(PUBLISHED)
+    phases, asked = ("prefill", "decode"), range(layers)
+    verdicts: list[Verdict] = []
+    coverage: dict[tuple[Any, ...], Coverage] = {}
+    for case in [*selection.layer_cases(config, asked, phases, steps), *selection.model_cases(phases, steps)]:
+        test = f"parity/test_layers.py::test_point[{case.id}]"
+        verdicts.append(_usual(rng, case.point, case.mode, case.phase, case.layer, case.steps, test))
+        times = 1 if case.phase == "prefill" else steps
+        coverage[case.phase, case.layer, case.point, case.mode] = Coverage(case.phase, case.layer, case.point, case.mode, times, times)
+    for state in selection.state_cases(config, asked, phases, steps):
+        point = f"layers.{state.layer}.state.{state.part}"
+        verdicts.append(_usual(rng, point, "isolated", state.phase, state.layer, state.steps or (0, 0), f"parity/test_state.py::test_state[{state.id}]"))
+    for n in range(OPERATIONS):
+        name = f"linear_fp8[{n % 61} rows, {n % 7} columns, strided, NaN around it]"
+        verdicts.append(_usual(rng, name, "operation", None, None, None, f"parity/test_operations_dense.py::test_linear_fp8[{n}]"))
+    for i in rng.sample(range(len(verdicts)), fails):
+        old, spent = verdicts[i], rng.uniform(1.001, 60)
+        verdicts[i] = dataclasses.replace(old, state=State.FAIL, spent=spent, value=spent * (old.limit or 1), reason="worst row over its limit")
+    records: list[Record] = [header(layers, steps=steps, command=f"pytest parity/ --checkpoint models/pro --steps {steps}"), *coverage.values(), *verdicts]
+    records += [*_measurements(rng, layers, nan=False, hostile=False), *_large_measurements(rng, layers, steps)]
+    records += [Kernel(f"linear_{n}", f"linear_fp8_variant{n}", "sm_90a", "6f1c2b3a4d5e", rng.randrange(1, 10**6)) for n in range(156)]
+    first = next((v for v in verdicts if v.state is State.FAIL), None)
+    divergence = Divergence(first.layer, first.point, first.phase, first.step_first, first.local, first.component) if first else None
+    return [*records, summarise(records, seconds=7200.0, divergence=divergence)]
+
+
+def _usual(rng: random.Random, point: str, mode: str, phase: str | None, layer: int | None, group: tuple[int, int] | None, test_id: str) -> Verdict:
+    """A pass with three numbers and details, about as many bytes as an audit writes."""
+    plain = verdict(rng, point, mode, phase, layer, group, test_id=test_id, metric=METRIC)
+    if plain.limit is None or plain.spent is None or plain.floor is None:
+        return plain
+    numbers = [
+        {"number": name, "smallest_limit": rng.random() * plain.limit, "limit": plain.limit, "spent": plain.spent / (n + 1)}
+        for n, name in enumerate((METRIC, "norm ratio off 1 by", "typical row rel-L2"))
+    ]
+    details = {"median": plain.value, "median_floor": plain.floor, "median_limit": plain.limit}
+    return dataclasses.replace(plain, numbers=numbers, details=details)
+
+
+def _large_measurements(rng: random.Random, layers: int, steps: int) -> list[Measurement]:
+    """What an audit measures per layer, and per step."""
+    out: list[Measurement] = []
+    for layer in range(layers):
+        for phase in ("prefill", "decode"):
+            for name, keys in (
+                ("residual growth", ("growth_production", "growth_reference", "from_comb_production", "from_post_production", "remainder_production")),
+                ("attention mass", ("window_reference", "window_production", "entries_reference", "entries_production", "sink_reference", "sink_production")),
+                ("choices", ("experts_differing", "experts_near_ties", "error_own", "error_replayed", "choice_share")),
+                ("recall", ("mean", "p1", "worst", "mass_lost")),
+            ):
+                out.append(Measurement(name, layer, phase, None, f"layers.{layer}.attn.core", {key: rng.random() for key in keys}))
+        for step in range(steps):
+            size = 10 ** rng.uniform(0, 3)
+            out.append(Measurement("residual", layer, "decode", step, None, {"reference_absmax": size, "production_absmax": size * (1 + rng.gauss(0, 1e-3))}))
+    for kind in ("window", "csa", "hca"):
+        for mode in ("isolated", "free"):
+            values = {"class": "attn.core", "layers": kind, "mode": mode, "steps": steps, "first": rng.random(), "last": rng.random(), "mod4": [rng.random() for _ in range(4)]}
+            out.append(Measurement("drift", None, "decode", None, None, values))
+    return out
