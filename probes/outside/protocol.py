@@ -1,0 +1,238 @@
+"""What somebody else's production looks like to the audit, and how little of it is needed.
+
+    pytest parity/ --production package.module:factory
+
+    factory(checkpoint_dir, layers=range(0, 4), max_context=8192, device="cpu") -> model
+
+    model.prefill(tokens, state)        tokens [b, s] int64 -> logits [b, s, vocab], every row of the same length
+    model.decode(tokens, state)         tokens [b] int64 -> logits [b, vocab]
+    model.new_state(batch, max_context) -> state        whatever a batch carries between calls
+    model.points                        point name -> where it is seen (below); what is not listed is told as not covered
+    model.root                          optional: the torch module whose submodules `points` names (default: the model itself)
+    model.policy                        optional: where it rounds, names of reference/formats.py (default: nowhere)
+    model.ragged                        optional: True where prefill takes `lengths` [b] as a third argument
+    model.name, model.notes             optional: for people
+
+A value of `points` is the dotted name of a submodule, whose output is the point; or a pair of that name and a function
+`read(call)` that takes the tensor out of a `Call`. `{layer}` in a point or in a name stands for every layer. A model without
+submodules calls `model.show(point, tensor)`, which the audit puts there, wherever it has a value to show.
+
+Nothing has to be imported from this project. Hooks are borrowed for the length of a call and returned.
+Tests: parity/unit/test_outside.py; an example in docs/examples.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from reference.config import InputError
+from reference.formats import POINTS, Policy
+from reference.points import Taps, spec_of
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a submodule, as a row of `points` reads it.
+
+    args, kwargs, output   as the module got and gave them
+    layer                  number of the layer in the module's name, None outside of layers
+    positions              [b, s] int64, absolute position of each query of the running prefill or decode call
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+    layer: int | None
+    positions: Tensor
+
+
+Read = Callable[[Call], Tensor | None]
+Rows = Mapping[str, "str | tuple[str, Read]"]
+
+
+def first_output(call: Call) -> Tensor:
+    """The output, or the first of several."""
+    found = call.output[0] if isinstance(call.output, tuple | list) else call.output
+    assert isinstance(found, Tensor)
+    return found
+
+
+def load_factory(name: str) -> Callable[..., Any]:
+    """`package.module:factory`, found from the current directory too. Raises InputError."""
+    module, colon, attribute = name.partition(":")
+    if not colon or not re.fullmatch(r"[A-Za-z_][\w.]*", module) or not re.fullmatch(r"[A-Za-z_][\w.]*", attribute):
+        raise InputError(f"--production {name}: expected transformers or package.module:factory")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise InputError(f"--production {name}: {module} cannot be imported: {error}") from None
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise InputError(f"--production {name}: {module} has no {attribute}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise InputError(f"--production {name}: {attribute} is no function")
+    return found  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One point of one layer: where it is seen."""
+
+    point: str
+    module: str
+    layer: int | None
+    read: Read
+
+
+class Outside:
+    """A foreign model in the words of the audit: taps, policy, prefill, decode. Made by `wrap`.
+
+    model     what the factory returned
+    taps      fires the points that `model.points` names, for loaded layers
+    policy    rounding points that it declares
+    ragged    rows of a batch may differ in length
+    """
+
+    def __init__(self, model: Any, points: Rows, layers: Sequence[int], name: str, policy: frozenset[str], ragged: bool, notes: Sequence[str]) -> None:
+        self.model, self.layers, self.name, self.policy, self.ragged, self.notes = model, tuple(layers), name, policy, ragged, tuple(notes)
+        self.root: Any = getattr(model, "root", model)
+        self._rows = _expanded(points, self.layers, self.root)
+        self.taps = Taps(tuple(row.point for row in self._rows))
+        self._positions: Tensor | None = None
+        self._lengths: dict[int, Tensor] = {}
+
+    def new_state(self, batch: int = 1, max_context: int | None = None) -> _Held:
+        """An empty state of the model, and how many tokens each row holds."""
+        return _Held(self.model.new_state(batch, max_context), torch.zeros(batch, dtype=torch.int64))
+
+    def prefill(self, tokens: Tensor, state: _Held, lengths: Tensor | None = None) -> Tensor:
+        """tokens [b, s] -> logits [b, s, vocab]. Rows of other lengths than s only where the model takes `lengths`."""
+        count = torch.full((tokens.shape[0],), tokens.shape[1]) if lengths is None else torch.as_tensor(lengths)
+        uneven = bool((count != tokens.shape[1]).any())
+        if uneven and not self.ragged:
+            raise InputError(f"{self.name}: rows of {', '.join(str(int(n)) for n in count)} tokens: it takes rows of one length only")
+        with self._observed(state.length[:, None] + torch.arange(tokens.shape[1])):
+            logits = self.model.prefill(tokens, state.inner, count) if self.ragged else self.model.prefill(tokens, state.inner)
+        state.length = state.length + count
+        return self._logits(logits, tokens.shape)
+
+    def decode(self, tokens: Tensor, state: _Held) -> Tensor:
+        """tokens [b] -> logits [b, vocab]."""
+        with self._observed(state.length[:, None]):
+            logits = self.model.decode(tokens, state.inner)
+        state.length = state.length + 1
+        return self._logits(logits[:, None], torch.Size((tokens.shape[0], 1)))[:, 0]
+
+    def _logits(self, logits: Any, shape: torch.Size) -> Tensor:
+        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != shape:
+            got = f"{list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+            raise InputError(f"{self.name}: logits of a call of {list(shape)} tokens: got {got}, expected [{shape[0]}, {shape[1]}, vocab]")
+        if "logits" in self.taps.points:
+            self.taps.emit("logits", logits)
+        return logits
+
+    @contextmanager
+    def _observed(self, positions: Tensor) -> Iterator[None]:
+        """Hooks on the modules of wanted points, for one call."""
+        wanted = [row for row in self._rows if self.taps.wants(row.point) and row.module]
+        by_module: dict[str, list[_Row]] = {}
+        for row in wanted:
+            by_module.setdefault(row.module, []).append(row)
+        with ExitStack() as stack, torch.no_grad():
+            for name, rows in by_module.items():
+
+                def hook(module: nn.Module, args: Any, kwargs: Any, output: Any, rows: list[_Row] = rows) -> None:
+                    for row in rows:
+                        shown = row.read(Call(args, kwargs, output, row.layer, positions))
+                        if shown is not None:
+                            self.taps.emit(row.point, shown)
+
+                handle = self.root.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+                stack.callback(handle.remove)
+            borrowed = getattr(self.model, "borrowed", None)
+            if borrowed is not None:
+                stack.enter_context(borrowed(self.taps, positions))
+            if any(not row.module and row.point != "logits" for row in self._rows):
+                stack.enter_context(_shown_by_hand(self.model, self.taps))
+            yield
+
+
+@dataclass
+class _Held:
+    """A state of the foreign model, and tokens per row [b]."""
+
+    inner: Any
+    length: Tensor
+
+
+@contextmanager
+def _shown_by_hand(model: Any, taps: Taps) -> Iterator[None]:
+    """`model.show(point, tensor)` reaches the taps for the length of a call."""
+    had = "show" in vars(model)
+    before = vars(model).get("show")
+    model.show = taps.emit
+    try:
+        yield
+    finally:
+        if had:
+            model.show = before
+        else:
+            del model.show
+
+
+def _expanded(points: Rows, layers: Sequence[int], root: Any) -> list[_Row]:
+    """Every row of `points` for every loaded layer that has the module. Raises InputError on what is no point or no module."""
+    rows: list[_Row] = []
+    modules = dict(root.named_modules()) if isinstance(root, nn.Module) else {}
+    for point, where in points.items():
+        module, read = where if isinstance(where, tuple) else (where, first_output)
+        found = 0
+        for layer in layers if "{layer}" in point else [None]:
+            name, at = (text if layer is None else text.replace("{layer}", str(layer)) for text in (point, module))
+            spec_of(name)
+            if at and at not in modules:
+                continue
+            rows.append(_Row(name, at, layer, read))
+            found += 1
+        if not found and layers:
+            raise InputError(f"points: {point!r}: the model has no module {module!r}")
+    if "logits" not in points:
+        rows.append(_Row("logits", "", None, first_output))
+    return rows
+
+
+def wrap(model: Any, layers: Sequence[int]) -> Outside:
+    """Check what a factory returned, and put it into the words of the audit. Raises InputError with what is missing."""
+    name = str(getattr(model, "name", type(model).__name__))
+    for method in ("prefill", "decode", "new_state"):
+        if not callable(getattr(model, method, None)):
+            raise InputError(f"{name}: it has no {method}(); see probes/outside/protocol.py for the four names that are needed")
+    points = getattr(model, "points", None)
+    if not isinstance(points, Mapping):
+        raise InputError(f"{name}: points is {type(points).__name__}, expected a mapping from point names to module names")
+    policy = Policy.parse(getattr(model, "policy", frozenset())).points
+    assert policy <= POINTS
+    return Outside(model, points, layers, name, policy, bool(getattr(model, "ragged", False)), list(getattr(model, "notes", ())))
+
+
+def accepts(factory: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that a factory takes."""
+    parameters = inspect.signature(factory).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return dict(given)
+    return {name: value for name, value in given.items() if name in parameters}
