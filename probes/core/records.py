@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
+import functools
 import json
 import math
 import types
@@ -237,7 +238,7 @@ class Summary:
 
 
 Record = Header | Verdict | Measurement | Coverage | Kernel | Mechanism | Summary
-_TYPES: dict[str, type] = {c.type: c for c in (Header, Verdict, Measurement, Coverage, Kernel, Mechanism, Summary)}
+TYPES: dict[str, type] = {c.type: c for c in (Header, Verdict, Measurement, Coverage, Kernel, Mechanism, Summary)}
 VERDICTS = ("pass", "fail", "incomplete")
 
 
@@ -284,8 +285,15 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, int | float) if hint is float else isinstance(value, origin)
 
 
+@functools.cache
+def hints_of(cls: type) -> dict[str, Any]:
+    """Type of every field of a record, in order; `type` is no field."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
 def _check_types(kind: str, values: dict[str, Any], cls: type) -> None:
-    for name, hint in typing.get_type_hints(cls).items():
+    for name, hint in hints_of(cls).items():
         if name in values and not _fits(values[name], hint):
             raise RecordError(f"{kind}: {name} is {values[name]!r:.60}, expected {getattr(hint, '__name__', hint)}")
 
@@ -299,20 +307,20 @@ def from_line(line: str, schema: int = SCHEMA) -> Record:
     except (ValueError, RecursionError) as error:
         raise RecordError(f"not a JSON line: {error}") from None
     kind = values.pop("type", None) if isinstance(values, dict) else None
-    cls = _TYPES.get(kind) if isinstance(kind, str) else None
+    cls = TYPES.get(kind) if isinstance(kind, str) else None
     if cls is None:
-        raise RecordError(f"unknown record type {kind!r}; known: {', '.join(_TYPES)}")
+        raise RecordError(f"unknown record type {kind!r}; known: {', '.join(TYPES)}")
     if cls is Header:
         if type(values.get("schema")) is not int or values["schema"] not in READS:
             raise RecordError(f"schema {values.get('schema')!r}; this version reads {' and '.join(map(str, READS))}")
         schema, values["schema"] = values["schema"], SCHEMA
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+    fields = hints_of(cls)
     later = {name for number, added in ADDED.items() if number > schema for name in added.get(str(kind), ())}
     unknown = sorted(set(values) - set(fields) | set(values) & later)
     if unknown:
         raise RecordError(f"{kind}: unknown fields {unknown}")
-    for name, f in fields.items():
-        if name in values and isinstance(values[name], str) and "float" in str(f.type) and values[name] in _NON_FINITE:
+    for name, hint in fields.items():
+        if isinstance(values.get(name), str) and values[name] in _NON_FINITE and (hint is float or float in typing.get_args(hint)):
             values[name] = _NON_FINITE[values[name]]
     try:
         if cls is Verdict and "state" in values:
