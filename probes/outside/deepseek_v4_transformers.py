@@ -271,6 +271,14 @@ def _listed(seen: Tensor, first: int, width: int) -> Tensor:
     return numbers.masked_fill(numbers == none, -1)
 
 
+def _narrow(root: Any, dtype: torch.dtype) -> None:
+    """Parameters to the asked dtype, but for those that its own loading keeps in FP32. Buffers (rotary frequencies) stay FP32."""
+    kept = set(root._keep_in_fp32_modules_strict)
+    for name, parameter in root.named_parameters():
+        if not kept & set(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+
+
 def load(checkpoint_dir: str | Path, layers: Sequence[int] | None = None, max_context: int | None = None, device: str = "cpu", dtype: str = "fp32") -> Outside:
     """Read the checkpoint into transformers' model. Raises InputError where it is not installed or does not take the checkpoint."""
     try:
@@ -288,16 +296,8 @@ def load(checkpoint_dir: str | Path, layers: Sequence[int] | None = None, max_co
     values |= {"num_hidden_layers": count, "compress_ratios": values["compress_ratios"][:count]}
     config = transformers.DeepseekV4Config.from_dict(values)
     config._attn_implementation = config._experts_implementation = "eager"
-    with torch.device("meta"):
-        shape = transformers.DeepseekV4ForCausalLM(config)
-    root = transformers.DeepseekV4ForCausalLM(config).to(DTYPES[dtype]).eval()
-    if dtype != "fp32":
-        for name, module in root.named_modules():
-            if any(part in name.split(".") for part in shape._keep_in_fp32_modules_strict):
-                module.float()
-        for name, parameter in [*root.named_parameters(), *root.named_buffers()]:
-            if name.rsplit(".", 1)[-1] in shape._keep_in_fp32_modules_strict and parameter.is_floating_point():
-                parameter.data = parameter.data.float()
+    root = transformers.DeepseekV4ForCausalLM(config).float().eval()
+    _narrow(root, DTYPES[dtype])
     missing, unexpected = root.load_state_dict(_weights(checkpoint), strict=False)
     if missing or unexpected:
         raise InputError(f"--production transformers: tensors that it does not take: {sorted([*missing, *unexpected])[:5]}")
