@@ -24,9 +24,12 @@ from typing import Any
 
 from parity.cache import cache_folder
 from parity.planted import Fault
-from probes.core.records import Divergence, Header, Record, State, Summary, Verdict
+from probes.core.records import Divergence, Header, Record, RecordError, State, Summary, Verdict, read_run, verdicts
+from probes.core.wording import plural
+from reference.config import InputError
 
 SCHEMA = 1
+REDS = Path(__file__).with_name("faults") / "reds.json"  # gate -> ids of planted faults that turned it red: python -m parity.sweep --reds SWEEP_DIR
 ROOT = Path(__file__).resolve().parents[1]
 # What a score depends on: the model, the audit, and the faults.
 CODE = ("reference/*.py", "production/**/*.py", "kernels/**/*.cu", "kernels/**/*.cuh", "kernels/**/*.h", "kernels/**/*.cpp", "probes/**/*.py", "parity/*.py", "parity/faults/*.toml")
@@ -192,6 +195,57 @@ class Score:
         """One digit, and never rounded up to 100."""
         share = self.share(getattr(self, name))
         return f"{100 * share if share == 1 else min(100 * share, 99.9):.1f} %"
+
+
+# ---- which faults turn a gate red ----
+
+
+def reds_of(folder: Path) -> tuple[dict[str, list[str]], int]:
+    """From the runs of a sweep's folder: gate -> ids of the faults that turned it red by rows it compared; and how many runs were read.
+
+    Only runs of a planted fault count, by what their own header says was planted. A run that was cut off counts for what it had judged.
+    Raises InputError where the folder holds none, or a run that cannot be read.
+    """
+    found: dict[str, set[str]] = {}
+    runs = 0
+    for path in sorted(folder.glob("*/run.jsonl")):
+        try:
+            records = read_run(path)
+        except RecordError as error:
+            if not path.read_bytes().count(b"\n"):
+                continue  # just begun: not even its header is whole
+            raise InputError(f"{path}: no readable run: {error}") from None
+        header = records[0]
+        if not isinstance(header, Header) or not header.inject:
+            continue
+        runs += 1
+        for gate in {v.gate for v in verdicts(records) if v.state is State.FAIL and v.rows > 0 and not is_crash(v)}:
+            found.setdefault(gate, set()).add(header.inject)
+    if not runs:
+        raise InputError(f"{folder}: no run of a planted fault; expected the folder of a sweep, with FAULT/run.jsonl")
+    return {gate: sorted(ids) for gate, ids in sorted(found.items())}, runs
+
+
+def write_reds(folder: Path, path: Path | None = None) -> str:
+    """Write the file of reds from a sweep's folder, and say what it holds. Raises InputError or OSError."""
+    reds, runs = reds_of(folder)
+    (REDS if path is None else path).write_text(json.dumps(reds, indent=1) + "\n", encoding="utf-8")
+    faults = {one for ids in reds.values() for one in ids}
+    return f"reds: {plural(len(reds), 'gate')} turned red by {plural(len(faults), 'fault')}, from {plural(runs, 'run')}: {REDS if path is None else path}"
+
+
+def known_reds(path: Path | None = None) -> dict[str, list[str]]:
+    """Gate -> ids of planted faults, for a run's header; empty where no sweep has been stored. A file that says something else is an error."""
+    path = REDS if path is None else path
+    try:
+        reds = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise InputError(f"{path}: {error}; next: python -m parity.sweep --reds SWEEP_DIR") from None
+    if not isinstance(reds, dict) or not all(isinstance(ids, list) and ids and all(isinstance(one, str) for one in ids) for ids in reds.values()):
+        raise InputError(f"{path}: expected gate -> list of fault ids; next: python -m parity.sweep --reds SWEEP_DIR")
+    return reds
 
 
 # ---- the score of this machine ----

@@ -3,6 +3,7 @@
     python -m parity.sweep                                  (make faults)
     python -m parity.sweep --only B060,B090 --jobs 1
     python -m parity.sweep --component "SWA ring" --faults my-faults/
+    python -m parity.sweep --reds SWEEP_DIR                 (plants nothing: parity/faults/reds.json from a sweep that ran)
 
 First the same profile without a fault, which must be green and fills the reference cache: once on the default prompt, once on
 each other set of prompts and options that a fault asks for. Then `pytest parity/ --inject ID` per fault, each in a folder of its own. Writes
@@ -283,6 +284,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--component", metavar="NAME", help="faults of one component, e.g. 'SWA ring'")
     made.add_argument("--jobs", metavar="N", default="2", help="audits at a time (default: 2)")
     made.add_argument("--report", metavar="DIR", type=Path, help="where everything goes (default: reports/runs/<date>-faults)")
+    made.add_argument("--reds", metavar="SWEEP_DIR", type=Path, help="plant nothing: write parity/faults/reds.json, which faults turned which gate red, from a sweep that ran")
     return made
 
 
@@ -328,6 +330,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
     asked: Any = parser().parse_args(arguments)
     try:
+        if asked.reds is not None:
+            print(score.write_reds(asked.reds))
+            return OK
         if not asked.jobs.isascii() or not asked.jobs.isdigit() or not 1 <= int(asked.jobs) <= 64:
             raise InputError(f"--jobs {asked.jobs}: expected a whole number from 1 to 64")
         faults = chosen(asked.faults or FAULTS, asked.only, asked.component)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from probes.core.records import Header, Kernel, Measurement, Record, State, Summary, Verdict, accepted, verdicts
+from probes.core.records import Header, Kernel, Measurement, Record, State, Summary, Verdict, accepted, to_wire, verdicts
 from reports import words
 from reports.words import plural
 
@@ -24,9 +24,9 @@ CREPT_TIMES, CREPT_SHARE, CREPT_BY = 2.0, 0.10, 0.1  # a budget crept: more than
 # What has to be alike for numbers to mean the same thing; the rest of the header may differ and is listed.
 ALIKE = {
     "checkpoint_hash": "checkpoint", "prompts": "prompts", "tokens": "prompt tokens", "steps": "decode steps", "layers": "layers judged",
-    "phases": "phases", "device": "device", "seed": "seed", "redacted": "prompt's text left out",
+    "phases": "phases", "device": "device", "seed": "seed",
 }  # fmt: skip
-LISTED = {"commit": "commit", "dirty": "uncommitted changes", "variants": "kernel variants", "decode": "decode", "policy": "rounding points", "max_context": "max context", "inject": "planted fault", "checkpoint": "checkpoint folder"}
+LISTED = {"commit": "commit", "dirty": "uncommitted changes", "variants": "kernel variants", "decode": "decode", "policy": "rounding points", "max_context": "max context", "inject": "planted fault", "checkpoint": "checkpoint folder", "redacted": "redacted"}
 WORTH = {  # measurements that people follow, by name: keys; the time always, the others where they moved by more than 1 %
     "seconds": ("seconds",), "logits": ("kl_mean", "kl_max", "top1_agreement"), "recall": ("mean", "worst"),
     "memory.footprint": ("kv_gb", "buffers_gb"), "memory.rate": ("bytes_per_token", "constant_bytes"), "memory.slope": ("last_mb", "state_growth_bytes", "live_growth_bytes", "host_growth_bytes"),
@@ -127,7 +127,7 @@ class Comparison:
         if not self.gates:
             return "nothing was compared: no gate was judged in both runs" + self._rest()
         cut = [name for name, end in zip(("the baseline", "this run"), self.ended, strict=True) if end == CUT_OFF]
-        compared = f"{self.gates:,} gates and {self.numbers:,} numbers compared" + (f"; {' and '.join(cut)} was cut off" if cut else "")
+        compared = f"{self.gates:,} gate{'s' * (self.gates != 1)} and {self.numbers:,} number{'s' * (self.numbers != 1)} compared" + (f"; {' and '.join(cut)} was cut off" if cut else "")
         counts = [(self.red, "new red"), (self.mended, "mended"), (self.still_red, "red in both"), (self.unjudged, "no longer judged"), (self.gone, "gone"), (self.judged, "newly judged"), (self.added, "new"), (self.waivers, "with another waiver")]
         said = [f"{len(found):,} {name}" for found, name in counts if found]
         said += [plural(len(self.crept), "budget") + " crept"] if self.crept else []
@@ -152,7 +152,8 @@ def compare(before: list[Record], after: list[Record]) -> Comparison:
     out = Comparison(old, new, (_verdict_of(before), _verdict_of(after)))
     out.obstacles = _header_facts(old, new, ALIKE)
     out.surroundings = _header_facts(old, new, LISTED) + _environment(old, new)
-    pairs = list(_pairs(verdicts(before), verdicts(after), _gate_key, lambda v: v.test_id))
+    matched = _pairs(verdicts(before), verdicts(after), _gate_key, _test_id)
+    pairs = list(matched)
     _tolerances(out, [(a, b) for a, b in pairs if a is not None and b is not None])
     out.kernels = _kernels(before, after)
     if out.comparable:
@@ -171,7 +172,7 @@ def _verdict_of(records: list[Record]) -> str:
 
 
 def _header_facts(old: Header, new: Header, names: dict[str, str]) -> list[Fact]:
-    return [Fact(title, _said(getattr(old, name)), _said(getattr(new, name))) for name, title in names.items() if getattr(old, name) != getattr(new, name)]
+    return [Fact(title, _said(getattr(old, name)), _said(getattr(new, name))) for name, title in names.items() if to_wire(getattr(old, name)) != to_wire(getattr(new, name))]
 
 
 def _said(value: Any) -> str:
@@ -180,11 +181,15 @@ def _said(value: Any) -> str:
 
 def _environment(old: Header, new: Header) -> list[Fact]:
     keys = dict.fromkeys([*old.environment, *new.environment])
-    return [Fact(key, _said(old.environment.get(key)), _said(new.environment.get(key))) for key in keys if old.environment.get(key) != new.environment.get(key)]
+    return [Fact(key, _said(old.environment.get(key)), _said(new.environment.get(key))) for key in keys if to_wire(old.environment.get(key)) != to_wire(new.environment.get(key))]  # as written: NaN is NaN
 
 
 def _gate_key(v: Verdict) -> Hashable:
     return v.gate, v.point, v.mode, v.phase, v.layer, v.step_first, v.step_last
+
+
+def _test_id(v: Verdict) -> Hashable:
+    return v.test_id
 
 
 def _pairs(before: Iterable[R], after: Iterable[R], key: Callable[[R], Hashable], finer: Callable[[R], Hashable] = lambda _: None) -> Iterable[tuple[R | None, R | None]]:
@@ -212,7 +217,7 @@ def _gate(out: Comparison, a: Verdict | None, b: Verdict | None, index: int | No
         (out.added if a is None else out.gone).append(Change(a, b, was=_state(a), now=_state(b), index=index))
         return
     change = Change(a, b, was=_state(a), now=_state(b), index=index, weight=_finite(b.spent))
-    if a.waiver != b.waiver:
+    if to_wire(a.waiver) != to_wire(b.waiver):
         out.waivers.append(Change(a, b, was=_said(a.waiver), now=_said(b.waiver), index=index))
     ran = (a.state is not State.NOT_RUN, b.state is not State.NOT_RUN)
     if ran == (False, False):

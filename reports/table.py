@@ -45,7 +45,7 @@ def _columns(cls: type) -> Columns:
     """Fields of a record; what is neither number nor flag becomes text."""
     kinds: Columns = {}
     for name, hint in hints_of(cls).items():
-        kind = next((one for one in typing.get_args(hint) if one is not type(None)), hint) if isinstance(hint, types.UnionType) else hint
+        kind: Any = next((one for one in typing.get_args(hint) if one is not type(None)), hint) if isinstance(hint, types.UnionType) else hint
         kinds[name] = kind if kind in (float, int, bool) else str
     return kinds
 
