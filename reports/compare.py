@@ -5,7 +5,7 @@
 
 A gate is the same in both where gate, point, mode, phase, layer and steps are (several of one name: by test, then in order), a
 number where its name is too. Runs of another checkpoint, prompt, length, layers or device are not comparable: their gates are not
-compared, and that is what is said. A pure function of records; nothing here judges a run. Tests: parity/unit/test_compare.py.
+compared, and that is what is said. A pure function of records; nothing here judges a run. Tests: parity/unit/test_trend.py.
 """
 
 from __future__ import annotations
