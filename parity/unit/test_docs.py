@@ -6,6 +6,8 @@ A comment before a block, invisible on the page, may make its commands cheaper o
     <!-- runs: --layers 0 --steps 1 -->        these options are added to every command of the block
     <!-- runs: -k visible; exit 1 -->          and the exit code is 1
 
+    <!-- file: waivers.toml -->               the block is that file's text
+
 With `--device cuda` a command is checked up to its options only. What is not run at all stands in NOT_RUN with its reason; any
 other command that this file cannot run fails. `pytest parity/unit/test_docs.py -k red.md`
 """
@@ -41,6 +43,9 @@ NOT_RUN = {
     "make audit": "minutes; its piece is `pytest parity/`, run by parity/unit/test_session.py",
     "make test": "would run this test; its pieces are the tests",
     "make faults": "half an hour; its piece is `python -m parity.sweep`, run by parity/unit/test_sweep.py",
+    ".venv/bin/pytest parity/ --report out": "minutes, and no environment of its own here; its piece is `pytest parity/`, run by parity/unit/test_session.py",
+    "pip install -e path/to/dsv4-parity": "needs a package index; what it installs is built by parity/unit/test_plugin.py",
+    "pytest --parity --phase decode --layers 0-3": "minutes, in another repository; its piece is run by parity/unit/test_plugin.py",
     "source .venv/bin/activate": "the environment is the one that runs this test",
 }
 
@@ -50,17 +55,18 @@ NOT_RUN = {
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: its language, the words of the comment before it, its lines."""
+    """One fenced block: its language, what the comment before it says of its commands or calls its file, its lines."""
 
     page: str
     line: int
     language: str
     runs: str
+    file: str
     text: str
 
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-RUNS = re.compile(r"<!-- runs: (.*?) -->\n\Z")
+RUNS, FILE = (re.compile(rf"<!-- {word}: (.*?) -->\n\Z") for word in ("runs", "file"))
 
 
 def read(page: str) -> str:
@@ -71,8 +77,8 @@ def blocks(page: str, text: str | None = None) -> list[Block]:
     text = read(page) if text is None else text
     found = []
     for match in FENCE.finditer(text):
-        before = RUNS.search(text[: match.start()])
-        found.append(Block(page, text.count("\n", 0, match.start()) + 1, match[1], before[1] if before else "", match[2]))
+        runs, file = (said[1] if (said := comment.search(text[: match.start()])) else "" for comment in (RUNS, FILE))
+        found.append(Block(page, text.count("\n", 0, match.start()) + 1, match[1], runs, file, match[2]))
     return found
 
 
@@ -162,6 +168,9 @@ WITH_COMMANDS = [page for page in PAGES if any(command.line not in NOT_RUN for c
 
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_every_command_of_the_page_runs(page: str, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for block in blocks(page):
+        if block.file:
+            (tree / block.file).write_text(block.text, encoding="utf-8")
     for command in commands(page):
         if command.line not in NOT_RUN:
             code = run(command, tree, monkeypatch)
@@ -198,8 +207,9 @@ def test_every_example_in_python_runs(page: str, tree: Path, monkeypatch: pytest
 def test_commands_stand_in_blocks_of_their_own(page: str) -> None:
     for block in blocks(page):
         assert block.language in LANGUAGES, f"{page}:{block.line}: a block without a known language hides from this test; known: {sorted(LANGUAGES)}"
-    hidden = [line for line in prose(page).splitlines() if re.match(r"(    |\t)\s*(pytest|python|make|pip) ", line)]
-    assert not hidden, f"{page}: a command in an indented block hides from this test: {hidden}"
+    others = "".join(block.text for block in blocks(page) if block.language != "sh")
+    hidden = re.findall(r"^(?:(?:    |\t)\s*|)(?:pytest|python|make|pip) .*$", others, re.MULTILINE) + re.findall(r"^(?:    |\t)\s*(?:pytest|python|make|pip) .*$", prose(page), re.MULTILINE)
+    assert not hidden, f"{page}: commands outside of sh blocks hide from this test: {hidden}"
 
 
 # ---- commands within sentences and tables ----
