@@ -20,7 +20,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -82,9 +82,9 @@ def blocks(page: str, text: str | None = None) -> list[Block]:
     return found
 
 
-def prose(page: str) -> str:
+def prose(text: str) -> str:
     """The page without its fenced blocks."""
-    return FENCE.sub("", read(page))
+    return FENCE.sub("", text)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def run(command: Command, tree: Path, patch: pytest.MonkeyPatch) -> int:
     words = [*command.words, *command.extra]
     on_gpu = "--device cuda" in command.line
     if words[:2] == ["python", "-m"]:
-        module = importlib.import_module(words[2] if (ROOT / words[2].replace(".", "/")).is_file() or not (ROOT / words[2]).is_dir() else f"{words[2]}.__main__")
+        module = importlib.import_module(f"{words[2]}.__main__" if (ROOT / words[2]).is_dir() else words[2])
         with patch.context() as here:
             here.chdir(tree)
             if on_gpu:
@@ -178,20 +178,23 @@ def test_every_command_of_the_page_runs(page: str, tree: Path, monkeypatch: pyte
 
 
 def test_what_is_not_run_still_stands_on_a_page() -> None:
-    everywhere = {command.line for page in PAGES for command in commands(page)} | {shlex.join(words) for page in PAGES for words in mentioned(page)}
+    everywhere = {command.line for page in PAGES for command in commands(page)} | {shlex.join(words) for page in PAGES for words in mentioned(read(page))}
     assert set(NOT_RUN) <= everywhere, f"no page has {sorted(set(NOT_RUN) - everywhere)} any more"
 
 
 @pytest.mark.parametrize(
     "line",
-    ["frobnicate --all", "make no-such-target", "python -m probes.layers --no-such-option", "python -m probes.layers --device cuda --no-such-option", "pytest parity/ --phase sideways"],
+    ["make no-such-target", "python -m probes.layers --no-such-option", "python -m probes.layers --device cuda --no-such-option", "pytest parity/ --phase sideways"],
 )  # fmt: skip
 def test_a_command_that_does_not_run_is_found(line: str, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (command,) = commands("a page", f"```sh\n{line}\n```\n")
-    try:
-        assert run(command, tree, monkeypatch) != 0
-    except AssertionError as error:
-        assert "NOT_RUN" in str(error) and line.startswith("frobnicate")
+    assert run(command, tree, monkeypatch) != 0
+
+
+def test_a_command_that_nothing_runs_is_found(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (command,) = commands("a page", "```sh\nfrobnicate --all\n```\n")
+    with pytest.raises(AssertionError, match="NOT_RUN"):
+        run(command, tree, monkeypatch)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(block.language == "python" for block in blocks(page))])
@@ -203,79 +206,110 @@ def test_every_example_in_python_runs(page: str, tree: Path, monkeypatch: pytest
             exec(compile(block.text, f"{page}:{block.line}", "exec"), {})
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_stand_in_blocks_of_their_own(page: str) -> None:
-    for block in blocks(page):
-        assert block.language in LANGUAGES, f"{page}:{block.line}: a block without a known language hides from this test; known: {sorted(LANGUAGES)}"
-    others = "".join(block.text for block in blocks(page) if block.language != "sh")
-    hidden = re.findall(r"^(?:(?:    |\t)\s*|)(?:pytest|python|make|pip) .*$", others, re.MULTILINE) + re.findall(r"^(?:    |\t)\s*(?:pytest|python|make|pip) .*$", prose(page), re.MULTILINE)
-    assert not hidden, f"{page}: commands outside of sh blocks hide from this test: {hidden}"
-
-
-# ---- commands within sentences and tables ----
+# ---- what stands in the text: each check gives its findings, so that DEFECTS can show that it finds some ----
 
 SHARED = {"probes": "probes/core/cli.py", "bench": "bench/harness.py"}  # options that a room's programs share
+PYTEST_OWN = {"-k", "-m", "-n", "-q", "--help", "--collect-only"}
+PLACES = ("README.md", "Makefile", "docs/", "reference/", "kernels/", "production/", "probes/", "parity/", "reports/", "bench/", "checkpoints/", ".github/")
+PROGRAM = r"(?:pytest|python|make|pip) .*$"
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def hidden_commands(page: str, text: str) -> list[str]:
+    """Commands outside of sh blocks, which no test would run."""
+    found = [f"line {block.line}: language {block.language or 'none'!r}, known: {sorted(LANGUAGES)}" for block in blocks(page, text) if block.language not in LANGUAGES]
+    others = "".join(block.text for block in blocks(page, text) if block.language != "sh")
+    return found + re.findall(r"^\s*" + PROGRAM, others, re.MULTILINE) + re.findall(r"^(?:    |\t)\s*" + PROGRAM, prose(text), re.MULTILINE)
 
 
 def sources(words: Sequence[str]) -> str:
-    """The text that must know a command's options."""
+    """The text that must know a command's options; empty where there is no such module."""
     if words[0] == "pytest":
         return "\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("parity/session.py", "dsv4_parity.py"))
     path = ROOT / words[2].replace(".", "/")
     path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
-    assert path.is_file(), f"no such module: {words[2]}"
     shared = SHARED.get(words[2].split(".")[0])
-    return path.read_text(encoding="utf-8") + ((ROOT / shared).read_text(encoding="utf-8") if shared else "")
+    return path.read_text(encoding="utf-8") + ((ROOT / shared).read_text(encoding="utf-8") if shared else "") if path.is_file() else ""
 
 
-def mentioned(page: str) -> Iterator[list[str]]:
+def mentioned(text: str) -> Iterator[list[str]]:
     """Commands in `code` within the text; NAME, ID and DIR stand for something."""
-    for span in re.findall(r"`((?:pytest|python -m|make)\s[^`]*)`", prose(page)):
+    for span in re.findall(r"`((?:pytest|python -m|make)\s[^`]*)`", prose(text)):
         yield [word.replace("\\|", "|") for word in shlex.split(span.replace("\n", " "))]
 
 
-PYTEST_OWN = {"-k", "-m", "-n", "-q", "--help", "--collect-only"}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_within_the_text_name_what_exists(page: str) -> None:
+def unknown_commands(page: str, text: str) -> list[str]:
+    """Commands within sentences and tables: targets, modules, options and paths that do not exist."""
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    for words in mentioned(page):
+    found = []
+    for words in mentioned(text):
         if words[0] == "make":
-            assert words[1] in targets, f"{page}: make has no target {words[1]}"
+            found += [f"no target {words[1]}"] if words[1] not in targets else []
             continue
-        if "NAME" in words[2 if words[0] == "python" else 0]:
+        if words[0] == "python" and "NAME" in words[2]:
             continue
-        text = sources(words)
+        known = sources(words)
+        if not known:
+            found.append(f"no module {words[2]}")
         for option in (word.split("=")[0] for word in words if word.startswith("-") and word not in ("-m", "--help")):
-            assert f'"{option}"' in text or (words[0] == "pytest" and option in PYTEST_OWN), f"{page}: {' '.join(words)}: nothing takes {option}"
+            if known and f'"{option}"' not in known and not (words[0] == "pytest" and option in PYTEST_OWN):
+                found.append(f"{shlex.join(words)}: nothing takes {option}")
         if words[0] == "pytest":
-            for path in (word.split("::")[0] for word in words[1:] if "/" in word and not word.startswith("-") and "[" not in word):
-                assert (ROOT / path).exists() or path.endswith("DIR"), f"{page}: no {path}"
+            paths = [word.split("::")[0] for word in words[1:] if "/" in word and not word.startswith("-") and "[" not in word]
+            found += [f"no {path}" for path in paths if not (ROOT / path).exists() and not path.endswith("DIR")]
+    return found
 
 
-# ---- links, pictures, paths ----
-
-
-def slugs(page: Path) -> set[str]:
+def slugs(text: str) -> set[str]:
     """Anchors of a page's headings, as GitHub makes them."""
-    heads = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.+)$", prose(text), re.MULTILINE)}
 
 
-LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
-    for target in LINK.findall(prose(page)):
+def broken_links(page: str, text: str) -> list[str]:
+    found = []
+    for target in LINK.findall(prose(text)):
         if target.startswith("https://"):
-            assert target.split("/")[2] in HOSTS, f"{page}: {target}: an outside page that nobody listed in HOSTS"
+            found += [f"{target}: an outside page that nobody listed in HOSTS"] if target.split("/")[2] not in HOSTS else []
             continue
         path, _, anchor = target.partition("#")
-        there = ((ROOT / page).parent / path).resolve() if path else ROOT / page
-        assert there.is_file(), f"{page}: {target}: no such file"
-        assert not anchor or anchor in slugs(there), f"{page}: {target}: no such heading"
+        there = ((ROOT / page).parent / path).resolve()
+        if path and not there.is_file():
+            found.append(f"{target}: no such file")
+        elif anchor and anchor not in slugs(there.read_text(encoding="utf-8") if path else text):
+            found.append(f"{target}: no such heading")
+    return found
+
+
+def missing_files(page: str, text: str) -> list[str]:
+    """Paths of the tree in `code` that are not there."""
+    named = [span for span in re.findall(r"`([\w./*-]+)`", prose(text)) if span.startswith(PLACES) and not re.search("reports/runs|NAME", span)]
+    return [span for span in named if not (list(ROOT.glob(span.rstrip("/"))) if "*" in span else (ROOT / span).exists())]
+
+
+def paths_of_a_machine(page: str, text: str) -> list[str]:
+    return re.findall(r"(?<![\w.~>])/(?:home|root|work|tmp|mnt|data|Users|opt)\b[^\s`]*", text)
+
+
+CHECKS = (hidden_commands, unknown_commands, broken_links, missing_files, paths_of_a_machine)
+DEFECTS = {
+    hidden_commands: ("    pytest parity/ --phase decode\n", "```text\npython -m probes.layers\n```\n", "```\nls\n```\n"),
+    unknown_commands: ("`make nonsense`", "`python -m probes.nonsense`", "`python -m probes.layers --nonsense`", "`pytest parity/ --nonsense`", "`pytest parity/nonsense.py`"),
+    broken_links: ("[a](nonsense.md)", "[a](gates.md#nonsense)", "[a](#nonsense)", "![a](pictures/nonsense.png)", "[a](https://nonsense.example/page)"),
+    missing_files: ("`parity/nonsense.py`", "`kernels/nonsense_*.cu`"),
+    paths_of_a_machine: ("see /home/me/run", "`/tmp/x`"),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("page", PAGES)
+def test_nothing_on_a_page_leads_nowhere(page: str, check: Callable[[str, str], list[str]]) -> None:
+    found = check(page, read(page))
+    assert not found, f"{page}: {found}"
+
+
+@pytest.mark.parametrize(("check", "text"), [(check, text) for check, texts in DEFECTS.items() for text in texts], ids=lambda value: getattr(value, "__name__", "text"))
+def test_each_check_finds_what_is_wrong(check: Callable[[str, str], list[str]], text: str) -> None:
+    assert len(check("docs/gates.md", f"# A page\n\n{text}\n")) == 1
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -289,24 +323,8 @@ def test_pictures_are_shown_and_small() -> None:
     assert shown == held
     for name in held:
         data = (DOCS / name).read_bytes()
-        assert data.startswith(b"\x89PNG\r\n") and len(data) <= PICTURE_BYTES, f"{name}: {len(data)} bytes"
-
-
-PLACES = ("README.md", "Makefile", "docs/", "reference/", "kernels/", "production/", "probes/", "parity/", "reports/", "bench/", "checkpoints/", ".github/")
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_files_that_a_page_names_exist(page: str) -> None:
-    for span in re.findall(r"`([\w./*-]+)`", prose(page)):
-        if span.startswith(PLACES) and not re.search("reports/runs|NAME", span):
-            found = list(ROOT.glob(span.rstrip("/"))) if "*" in span else [ROOT / span]
-            assert found and all(path.exists() for path in found), f"{page}: no {span}"
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_pages_hold_no_path_of_a_machine(page: str) -> None:
-    paths = re.findall(r"(?<![\w.~>])/(?:home|root|work|tmp|mnt|data|Users|opt)\b[^\s`]*", read(page))
-    assert not paths, f"{page}: {paths}"
+        assert data.startswith(b"\x89PNG\r\n"), name
+        assert len(data) <= PICTURE_BYTES, f"{name}: {len(data)} bytes"
 
 
 # ---- tables that the code has too ----
@@ -342,13 +360,15 @@ def test_the_page_of_points_is_the_vocabulary() -> None:
 def test_the_readme_lists_every_option_of_the_audit() -> None:
     taken = set(re.findall(r'addoption\("(--[\w-]+)"', (ROOT / "parity" / "session.py").read_text(encoding="utf-8")))
     listed = {option for row in rows("README.md", "| option | meaning |") for option in re.findall(r"--[\w-]+", row[0])}
-    assert len(taken) > 12 and listed == taken
+    assert len(taken) > 12
+    assert listed == taken
 
 
 def test_the_readme_lists_every_probe() -> None:
     with_main = {path.stem for path in (ROOT / "probes").glob("*.py") if "def main(" in path.read_text(encoding="utf-8")}
     listed = {name for row in rows("README.md", "| probe | answers |") for name in re.findall(r"`(\w+)`", row[0])}
-    assert len(with_main) > 15 and listed == with_main
+    assert len(with_main) > 15
+    assert listed == with_main
 
 
 def test_what_is_out_of_scope_is_what_reports_say() -> None:
@@ -369,7 +389,8 @@ def test_versions_of_the_page_are_those_that_install() -> None:
     assert f"| Python | {project['requires-python'].removeprefix('>=')} or newer" in page
     assert re.search(r"^torch==(.+)$", constraints, re.MULTILINE)[1] + " (`constraints.txt`)" in page  # type: ignore[index]
     assert f"## [{project['version']}]" in read("CHANGELOG.md")
-    assert project["license"] == "Apache-2.0" and "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert project["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")
 
 
 # ---- docs/kernels.md ----
