@@ -6,7 +6,7 @@
 
 A run is named by its file or its folder. A run that was cut off is drawn too, and says so.
 Exit 0: done (whatever the verdict; only parity/ judges). Exit 2: no readable run, or what cannot be written, in one line.
-Tests: parity/unit/test_reports.py, test_trend.py, test_table.py, test_schema.py.
+Tests: parity/unit/test_reports.py, test_trend.py, test_table.py, test_schema.py, test_partial.py.
 """
 
 from __future__ import annotations
