@@ -1,6 +1,6 @@
 """README and docs say what the code does: their commands run, their tables are the code's, their links and pictures exist.
 
-A page's shell blocks (```sh) are run in order, in one copy of the tree, so that a later command finds what an earlier one wrote.
+A page's shell and Python blocks are run in order, in one copy of the tree, so that a later one finds what an earlier one wrote.
 A comment before a block, invisible on the page, may make its commands cheaper or say how they end:
 
     <!-- runs: --layers 0 --steps 1 -->        these options are added to every command of the block
@@ -15,6 +15,7 @@ other command that this file cannot run fails. `pytest parity/unit/test_docs.py 
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import shlex
 import shutil
@@ -28,6 +29,11 @@ from typing import Any
 
 import pytest
 
+from parity import gates
+from parity.planted import read_list
+from parity.selection import GROUP_STEPS
+from probes import record
+from probes.core.records import READS, SCHEMA, TYPES
 from production.variants import PLANS
 from reference.points import LAYER_POINTS, MODEL_POINTS, STATE_LEGEND, STATE_POINTS, PointSpec
 
@@ -98,16 +104,17 @@ class Command:
     code: int
 
 
-def commands(page: str, text: str | None = None) -> Iterator[Command]:
-    for block in blocks(page, text):
-        if block.language != "sh":
-            continue
-        options, _, ending = block.runs.partition(";")
-        code = int(ending.split()[1]) if ending else 0
-        for line in block.text.replace("\\\n", " ").splitlines():
-            words = tuple(shlex.split(line, comments=True))
-            if words:
-                yield Command(block, shlex.join(words), words, tuple(shlex.split(options)), code)
+def commands_of(block: Block) -> Iterator[Command]:
+    options, _, ending = block.runs.partition(";")
+    code = int(ending.split()[1]) if ending else 0
+    for line in block.text.replace("\\\n", " ").splitlines():
+        words = tuple(shlex.split(line, comments=True))
+        if words:
+            yield Command(block, shlex.join(words), words, tuple(shlex.split(options)), code)
+
+
+def commands(page: str, text: str | None = None) -> list[Command]:
+    return [command for block in blocks(page, text) if block.language == "sh" for command in commands_of(block)]
 
 
 # ---- running ----
@@ -163,18 +170,25 @@ def run(command: Command, tree: Path, patch: pytest.MonkeyPatch) -> int:
     return ran.returncode
 
 
-WITH_COMMANDS = [page for page in PAGES if any(command.line not in NOT_RUN for command in commands(page))]
+def examples(page: str) -> list[Block]:
+    """Blocks that do something: commands, Python, and files that commands read."""
+    return [block for block in blocks(page) if block.file or block.language in ("sh", "python")]
 
 
-@pytest.mark.parametrize("page", WITH_COMMANDS)
+@pytest.mark.parametrize("page", [page for page in PAGES if examples(page)])
 def test_every_command_of_the_page_runs(page: str, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for block in blocks(page):
+    for block in examples(page):
         if block.file:
             (tree / block.file).write_text(block.text, encoding="utf-8")
-    for command in commands(page):
-        if command.line not in NOT_RUN:
-            code = run(command, tree, monkeypatch)
-            assert code == command.code, f"{page}:{command.block.line}: `{shlex.join([*command.words, *command.extra])}` ended with {code}, expected {command.code}"
+        elif block.language == "python":
+            with monkeypatch.context() as here:
+                here.chdir(tree)
+                exec(compile(block.text, f"{page}:{block.line}", "exec"), {})
+        else:
+            for command in commands_of(block):
+                if command.line not in NOT_RUN:
+                    code = run(command, tree, monkeypatch)
+                    assert code == command.code, f"{page}:{block.line}: `{shlex.join([*command.words, *command.extra])}` ended with {code}, expected {command.code}"
 
 
 def test_what_is_not_run_still_stands_on_a_page() -> None:
@@ -195,15 +209,6 @@ def test_a_command_that_nothing_runs_is_found(tree: Path, monkeypatch: pytest.Mo
     (command,) = commands("a page", "```sh\nfrobnicate --all\n```\n")
     with pytest.raises(AssertionError, match="NOT_RUN"):
         run(command, tree, monkeypatch)
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.language == "python" for block in blocks(page))])
-def test_every_example_in_python_runs(page: str, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the page's commands: an example may read what they wrote."""
-    monkeypatch.chdir(tree)
-    for block in blocks(page):
-        if block.language == "python":
-            exec(compile(block.text, f"{page}:{block.line}", "exec"), {})
 
 
 # ---- what stands in the text: each check gives its findings, so that DEFECTS can show that it finds some ----
@@ -376,6 +381,36 @@ def test_what_is_out_of_scope_is_what_reports_say() -> None:
 
     page = read("docs/scope.md")
     assert all(f"* {line}" in page for line in OUT_OF_SCOPE)
+
+
+def test_faults_are_counted() -> None:
+    listed = read_list()
+    planted = len(listed.catalogue) - len(listed.left_out)
+    assert f"holds {len(listed.faults)} faults as data" in read("docs/gates.md")
+    assert f"{planted} of the catalogue's {len(listed.catalogue)} entries are planted, {len(listed.left_out)} are left out" in read("docs/gates.md")
+    assert f"{len(listed.faults)} planted faults as data, {planted} of the public catalogue's {len(listed.catalogue)}" in read("CHANGELOG.md")
+
+
+def test_limits_of_the_page_are_the_table_s() -> None:
+    page = " ".join(read("docs/method.md").split())
+    assert f"`k` is {gates.K_ISOLATED:g} isolated and {gates.K_FREE:g} free. No limit exceeds {gates.MAX_LIMIT:g}" in page
+    assert f"come within {gates.HEADROOM:g} of that" in page
+    assert f"group of at least {gates.TYPICAL_ROWS}" in page
+    assert f"groups of {GROUP_STEPS}" in page
+
+
+def test_the_page_of_traces_names_the_facts_of_a_run() -> None:
+    facts = re.findall(r'^        "(\w+)":', inspect.getsource(record._description), re.MULTILINE)
+    (row,) = [row for row in rows("docs/trace.md", "| key | holds |") if row[0] == "`description`"]
+    assert len(facts) > 8
+    assert re.findall(r"`(\w+)`", row[1]) == facts
+
+
+def test_the_page_of_records_names_the_schema() -> None:
+    page = read("docs/records.md")
+    assert f"This version writes {SCHEMA} and reads {' and '.join(map(str, READS))}" in page
+    assert f"`reports/schema/run-{SCHEMA}.schema.json`" in page
+    assert {row[0].strip("`") for row in rows("docs/records.md", "| `type` | holds |")} == set(TYPES)
 
 
 def test_versions_of_the_page_are_those_that_install() -> None:
