@@ -40,7 +40,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if parity_session.is_elsewhere(config):
+    if parity_session.is_elsewhere(config) and hasattr(config.option, "file_or_dir"):  # --help ends before that is read
         _take_over(config)
     parity_session.configure(config)
 
