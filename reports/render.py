@@ -11,7 +11,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import shlex
 import tempfile
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +36,12 @@ from probes.core.records import (
     accepted,
     ruling,
 )
-from reports import charts, heat, junit, names, words
+from reports import compare, heat, instruments, junit, words
 
 PAGE = Path(__file__).with_name("page")  # page.html, its style and script, macros, and one file a section
-GATE_ROWS_BYTES = 2_500_000  # the gates table is the only part that grows without bound
+ROWS_BYTES = 900_000  # of the gates table as written, for readers without scripting; it is the only part that grows without bound
+PACKED_BYTES = 2_500_000  # of the rows behind it, compressed, that the page's script unpacks
+DEFINITIONS = 1000  # gates with their k, eps and reason
 TABLE_ROWS = 500  # of a measurement; the run file has the rest
 OUT_OF_SCOPE = (
     "multi-token prediction (MTP): its weights are listed and ignored",
@@ -46,6 +51,14 @@ OUT_OF_SCOPE = (
     "prefill in a captured graph",
     "NVFP4 exports of the checkpoint",
 )
+NOT_RECORDED = "not recorded"
+# file in page/sections -> what the page's own list of contents calls it, in the order of reading: where, why, everything
+SECTIONS = {
+    "failures": "failures", "map": "heat map", "closest": "closest", "trend": "trend", "unchecked": "not checked",
+    "drift": "drift", "residual": "|X|", "sinkhorn": "Sinkhorn", "visible": "visible keys", "recall": "recall", "choices": "choices", "logits": "logits",
+    "memory": "memory", "self": "self", "operations": "operations", "others": "other",
+    "gates": "gates", "coverage": "coverage", "mechanisms": "mechanisms", "kernels": "kernels", "again": "reproduce", "glossary": "glossary",
+}  # fmt: skip
 
 
 # ---- the run as a whole ----
@@ -53,7 +66,7 @@ OUT_OF_SCOPE = (
 
 @dataclass(frozen=True)
 class Run:
-    """The records of one run, by type."""
+    """The records of one run, by type. waived  places of the failures that a waiver accepts on the day of the run."""
 
     header: Header
     verdicts: list[Verdict]
@@ -62,6 +75,7 @@ class Run:
     kernels: list[Kernel]
     mechanisms: list[Mechanism]
     summary: Summary | None
+    waived: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -71,15 +85,23 @@ class Outcome:
     verdict: str
     sentence: str
     reasons: list[str]
+    waived: int = 0
+
+    @property
+    def word(self) -> str:
+        """The verdict as the page shows it: with a waiver it is never a plain pass."""
+        return self.verdict + (f" with {words.plural(self.waived, 'waiver')}" if self.waived else "")
 
 
 def split(records: list[Record]) -> Run:
     """Sort records by type. The header comes first; only a summary on the last line counts."""
     if not records or not isinstance(records[0], Header):
         raise RecordError("a run starts with its header")
+    verdicts = [r for r in records if isinstance(r, Verdict)]
     return Run(
         header=records[0],
-        verdicts=[r for r in records if isinstance(r, Verdict)],
+        verdicts=verdicts,
+        waived=frozenset(i for i, v in enumerate(verdicts) if accepted(v, records[0].started[:10])),
         measurements=[r for r in records if isinstance(r, Measurement)],
         coverage=[r for r in records if isinstance(r, Coverage)],
         kernels=[r for r in records if isinstance(r, Kernel)],
@@ -93,18 +115,13 @@ def counts_of(run: Run) -> dict[State, int]:
     return {state: sum(v.state is state for v in run.verdicts) for state in State}
 
 
-def waived_of(run: Run) -> int:
-    """Failures that a waiver accepts on the day of the run."""
-    return sum(accepted(v, run.header.started[:10]) for v in run.verdicts)
-
-
 def outcome_of(run: Run) -> Outcome:
     """The verdict in words. A cut-off run, or a summary that the records contradict, is incomplete whatever it claims."""
     counts, summary = counts_of(run), run.summary
-    total, waived = len(run.verdicts), waived_of(run)
+    total, waived = len(run.verdicts), len(run.waived)
     if summary is None:
         seen = f"{words.plural(total, 'gate')} had been judged, {counts[State.FAIL]} of them failed"
-        return Outcome("incomplete", f"the run was cut off: its file has no last line. {seen}.", [])
+        return Outcome("incomplete", f"the run was cut off: its file has no last line. {seen}.", [], waived)
     claimed = (summary.passed, summary.failed, summary.not_run, summary.total, summary.waived)
     counted = (counts[State.PASS], counts[State.FAIL], counts[State.NOT_RUN], total, waived)
     missing = sum(c.observed < c.expected for c in run.coverage)
@@ -115,6 +132,7 @@ def outcome_of(run: Run) -> Outcome:
             "incomplete",
             "the run's last line contradicts its records, so neither is believed.",
             [f"last line: {summary.verdict}, {numbers.format(*claimed)}", f"records: {numbers.format(*counted)}, {words.plural(missing, 'tap')} missing"],
+            waived,
         )
     if summary.verdict == "fail":
         judged = total - counted[2]
@@ -133,11 +151,38 @@ def outcome_of(run: Run) -> Outcome:
         if not counted[0]:
             parts.append("nothing was compared" if total == 0 else "nothing passed")
         sentence = (f"{words.plural(waived, 'known failure is', 'known failures are')} waived, but " if waived else "nothing failed, but ") + (", ".join(parts) or "not everything was looked at") + "."
-    return Outcome(summary.verdict, sentence, summary.reasons)
+    return Outcome(summary.verdict, sentence, summary.reasons, waived)
 
 
-def divergence_words(run: Run) -> tuple[Divergence, str, int | None] | None:
-    """The first divergence as a sentence, with the index of its verdict."""
+def answer_of(run: Run, outcome: Outcome) -> str:
+    """Can I ship: the verdict as advice, and how far it reaches."""
+    if run.header.inject:
+        return "No answer about the model: a fault was planted, to test the audit."
+    if outcome.verdict == "fail":
+        return "Do not ship."
+    if outcome.verdict == "incomplete":
+        return "Not decided: a run that left out what was asked for is no pass."
+    where = "; it ran on the CPU device, so audit it with --device cuda before it goes on a card" if run.header.device == "cpu" else ""
+    if outcome.waived:
+        return f"Ship only if you accept what is waived, none of it later than {max(str((run.verdicts[i].waiver or {}).get('until')) for i in run.waived)}{where}."
+    return f"Nothing that was checked stands against shipping{where}."
+
+
+@dataclass(frozen=True)
+class Place:
+    """The first divergence in words; index is its verdict's place in the run, where it has one."""
+
+    first: Divergence
+    where: str
+    origin: str
+    component: str
+    over: str
+    checked: str
+    index: int | None
+
+
+def divergence_words(run: Run) -> Place | None:
+    """Where it starts, whether it starts there, what it is, and how far it is over its limit."""
     first = run.summary.first_divergence if run.summary else None
     if first is None:
         return None
@@ -154,105 +199,37 @@ def divergence_words(run: Run) -> tuple[Divergence, str, int | None] | None:
     if first.phase:
         place.append(first.phase + (f" step {first.step}" if first.step is not None else ""))
     origin = {True: "local: its inputs agree", False: "inherited: its inputs already differ", None: "local or inherited: cannot be told"}
-    sentence = f"{', '.join(place)} ({first.component or 'component unknown'}); {origin[first.local]}"
-    if match:
-        sentence += f"; {words.times(match[1].spent)}"
-    if first.checked or first.unobserved:
-        sentence += f"; first of {first.checked} checked, {first.unobserved} unobserved before it"
-    return first, sentence, match[0] if match else None
+    index = match[0] if match else None
+    over = words.times(match[1].spent) if match else ""
+    if index in run.waived:
+        over += f" ({waiver_words(run, match[1])})" if match else ""
+    checked = f"first of {first.checked} checked, {first.unobserved} unobserved before it" if first.checked or first.unobserved else ""
+    return Place(first, ", ".join(place), origin[first.local], first.component or "component unknown", over, checked, index)
+
+
+def waiver_words(run: Run, v: Verdict) -> str:
+    """A verdict's waiver, and whether it counts."""
+    if v.waiver is None:
+        return ""
+    until, reason, by = (words.cut(str(v.waiver.get(key) or NOT_RECORDED), 400) for key in ("until", "reason", "by"))
+    counts = accepted(v, run.header.started[:10])
+    return f"waived until {until} by {by}: {reason}" if counts else f"a waiver until {until} by {by} does not count (run out, or not whole): {reason}"
 
 
 # ---- tables ----
 
 
-@dataclass(frozen=True)
-class Table:
-    """Columns and rows of text; left_out rows are only in the run file."""
-
-    columns: list[str]
-    rows: list[list[str]]
-    left_out: int = 0
-
-
-def measured(run: Run, name: str, without: tuple[str, ...] = ()) -> Table:
-    """Every measurement of a name, whatever keys its values have."""
-    found = [m for m in run.measurements if m.name == name]
-    fixed = [f for f in ("layer", "phase", "step", "point") if f not in without and any(getattr(m, f) is not None for m in found)]
-    keys = [k for k in dict.fromkeys(k for m in found for k in m.values) if k not in without]
-    rows = [
-        [words.number(getattr(m, f)) for f in fixed] + [words.cut(words.anything(m.values.get(k)), 400) for k in keys] for m in found[:TABLE_ROWS]
-    ]
-    return Table(fixed + [names.column(name, key) for key in keys], rows, len(found) - len(rows))
-
-
-def _largest(run: Run, name: str, key: str, phase: str, site: str | None = None, layer: int | None = None) -> dict[int, float]:
-    """Largest value of a key per layer (or, with a layer given, per step); a NaN stays."""
-    out: dict[int, float] = {}
-    for m in run.measurements:
-        at = m.layer if layer is None else m.step
-        if m.name != name or m.phase != phase or at is None or (layer is not None and m.layer != layer):
-            continue
-        value = words.as_number(m.values.get(key))
-        if value is None or (site is not None and m.values.get("site") != site):
-            continue
-        if at not in out or not value <= out[at]:
-            out[at] = value
-    return out
-
-
-def residual_charts(run: Run) -> list[charts.Chart]:
-    """|X| of both models per layer in each phase, and per decode step at the deepest layer."""
-    sides = [("reference", "ref", "reference_absmax"), ("production", "prod", "production_absmax")]
-    made = []
-    for phase in heat.PHASES:
-        lines = [(side, css, _largest(run, "residual", key, phase)) for side, css, key in sides]
-        made.append(charts.line_chart(f"largest |X| per layer, {phase}", lines))
-    deepest = max((m.layer for m in run.measurements if m.name == "residual" and m.layer is not None), default=None)
-    if deepest is not None:
-        lines = [(side, css, _largest(run, "residual", key, "decode", layer=deepest)) for side, css, key in sides]
-        if len(lines[0][2]) > 2:
-            made.append(charts.line_chart(f"largest |X| per decode step, layer {deepest}", lines, "step"))
-    return [chart for chart in made if chart]
-
-
-def sinkhorn_charts(run: Run) -> list[charts.Chart]:
-    """Largest deviation of comb's columns from sum 1, per half of the layer."""
-    made = []
-    for phase in heat.PHASES:
-        lines = [(site, css, _largest(run, "sinkhorn", "column_deviation", phase, site)) for site, css in (("hc_attn", "ref"), ("hc_ffn", "prod"))]
-        made.append(charts.line_chart(f"comb, largest column deviation, {phase}", lines))
-    return [chart for chart in made if chart]
-
-
-@dataclass(frozen=True)
-class Greedy:
-    """One greedy continuation of both models."""
-
-    title: str
-    reference: str
-    production: str
-    facts: list[tuple[str, str]]
-
-
-def greedy_of(run: Run) -> list[Greedy]:
-    """Texts side by side, in the order of the records."""
-    texts = ("reference_text", "production_text")
-    out = []
-    for m in run.measurements:
-        if m.name == "greedy":
-            facts = [(k.replace("_", " "), words.cut(words.anything(v), 400)) for k, v in m.values.items() if k not in (*texts, "row")]
-            title = f"batch row {words.number(m.values['row'])}" if "row" in m.values else ""
-            reference, production = (words.cut(str(m.values.get(k, "not recorded")), 20_000) for k in texts)
-            out.append(Greedy(title, reference, production, facts))
-    return out[:20]
+Definition = tuple[str, str, str, str]  # gate, k, eps, why
 
 
 @dataclass(frozen=True)
 class Gate:
     """A verdict as a row of text; index is its place in the run.
 
+    state    pass, fail, waived or not run; waiver  its waiver in words
     number   the number that spent most of its limit; numbers  the smallest limit it would pass, its limit, the share, floor,
-             norm ratio and cosine of the worst row; others  the gate's further numbers, likewise
+             norm ratio and cosine of the worst row; others  the gate's further numbers, likewise; bar  the share for drawing
+    test     the test's id where the page says once how it is run; command  the whole command
     """
 
     index: int
@@ -264,8 +241,12 @@ class Gate:
     others: str
     element: str
     note: str
+    waiver: str
     command: str
+    test: str
     details: str
+    bar: str
+    definition: Definition
 
 
 def gate_row(run: Run, index: int) -> Gate:
@@ -279,38 +260,81 @@ def gate_row(run: Run, index: int) -> Gate:
     if v.worst_step is not None:
         worst += (", " if worst else "") + f"step {v.worst_step}"
     origin = {True: "local", False: "inherited", None: ""}[v.local]
-    norm = words.number(v.norm_ratio) + (f" (±{words.number(v.norm_ratio_limit)})" if v.norm_ratio_limit is not None else "")
+    norm = words.number(v.norm_ratio) + (f" (±{words.number(v.norm_ratio_limit)})" if v.norm_ratio_limit is not None and not v.numbers else "")
     tightest, *others = v.numbers or [{"number": v.metric, "smallest_limit": v.value, "limit": v.limit, "spent": v.spent}]
     number, limit = (words.number(tightest.get(key)) for key in ("smallest_limit", "limit"))
+    waived = index in run.waived
     return Gate(
-        index=index, verdict=v, number=str(tightest.get("number")), state={State.PASS: "pass", State.FAIL: "fail", State.NOT_RUN: "not run"}[v.state],
+        index=index, verdict=v, number=str(tightest.get("number")), state={State.PASS: "pass", State.FAIL: "waived" if waived else "fail", State.NOT_RUN: "not run"}[v.state],
         where=", ".join(part for part in (worst, element, origin) if part),
         numbers=[number, limit, words.share(v.spent), words.number(v.floor), norm, words.number(v.cosine)],
-        others="; ".join(words.number_of(other) for other in others),
-        element=element, note=words.cut(v.reason), command=words.cut(words.command(v.test_id, run.header.command)),
-        details=words.cut(words.anything(v.details), 600) if v.details else "",
+        others="; ".join(words.number_of(other) for other in others), bar=words.bar(v.spent),
+        element=element, note=words.cut(v.reason), waiver=waiver_words(run, v), command=words.cut(words.command(v.test_id, run.header.command)),
+        test=shlex.quote(v.test_id) if v.test_id and not words.is_command(v.test_id) and len(v.test_id) < 1000 else "",
+        details=words.cut(words.anything(v.details), 600) if v.details else "", definition=definition_of(v),
     )  # fmt: skip
 
 
-def gate_rows(run: Run) -> tuple[list[Gate], int]:
-    """Rows in run order. Past the size budget the best-behaved passes are left out first; returns how many are."""
-    rows = [gate_row(run, i) for i in range(len(run.verdicts))]
-    budget, kept = GATE_ROWS_BYTES, set()
-    for row in sorted(rows, key=lambda row: heat.badness(row.verdict), reverse=True):
-        v = row.verdict
-        text = (v.point, v.gate, row.number, row.others, v.why, row.note, row.command, row.where, row.details, *row.numbers)
-        budget -= 620 + sum(len(t.encode("utf-8", "replace")) for t in text)
+def definition_of(v: Verdict) -> Definition:
+    return v.gate, words.number(v.k), words.number(v.eps), v.why
+
+
+@dataclass(frozen=True)
+class GateKind:
+    """A row of the tolerance table as this run used it: verdicts per state, the worst of them, and the planted faults that a sweep saw turn it red."""
+
+    definition: Definition
+    states: dict[State, int]
+    worst: int
+    reds: str
+
+
+def gate_kinds(run: Run) -> list[GateKind]:
+    """Every row of the tolerance table that this run used, in run order."""
+    groups: dict[Definition, list[int]] = {}
+    for i, v in enumerate(run.verdicts):
+        groups.setdefault(definition_of(v), []).append(i)
+    kinds = []
+    for definition, found in groups.items():
+        states = {state: sum(run.verdicts[i].state is state for i in found) for state in State}
+        worst = max(found, key=lambda i: heat.badness(run.verdicts[i], i in run.waived))
+        reds = run.header.reds.get(definition[0], [])
+        kinds.append(GateKind(definition, states, worst, ", ".join(reds) or ("none seen" if run.header.reds else NOT_RECORDED)))
+    return kinds
+
+
+@dataclass(frozen=True)
+class GateRows:
+    """The gates table as markup. written  rows in the page; packed  the others, deflated in base64; places  indices of the written rows."""
+
+    written: list[str]
+    packed: str
+    packed_rows: int
+    left_out: int
+    places: frozenset[int]
+
+
+def gate_rows(run: Run, draw: Callable[[Gate], str], wanted: set[int]) -> GateRows:
+    """Every row, the worst first. What is written holds what is not a pass, then the wanted (cells of the map), then the worst passes; the rest is packed.
+
+    draw   a row as one tr; only when even the packed rows are too many are the best-behaved passes left to the run file
+    """
+    order = sorted(range(len(run.verdicts)), key=lambda i: heat.badness(run.verdicts[i], i in run.waived), reverse=True)
+    lines = {i: words.printable(draw(gate_row(run, i))).replace("\n", " ") for i in order}
+    budget, places = ROWS_BYTES, set()
+    for i in sorted(order, key=lambda i: (run.verdicts[i].state is State.PASS, i not in wanted)):
+        budget -= len(lines[i].encode())
         if budget < 0:
             break
-        kept.add(row.index)
-    return [row for row in rows if row.index in kept], len(rows) - len(kept)
-
-
-def tolerance_table(verdicts: list[Verdict]) -> Table:
-    """The rows of the tolerance table that this run used, each with its reason."""
-    rows = dict.fromkeys((v.gate, words.number(v.k), words.number(v.eps), v.why) for v in verdicts)
-    listed = [list(row) for row in rows][:TABLE_ROWS]
-    return Table(["gate", "k", "eps", "why this limit"], listed, len(rows) - len(listed))
+        places.add(i)
+    behind = [lines[i] for i in order if i not in places]
+    rows = len(behind)
+    while True:
+        packed = base64.b64encode(zlib.compress("\n".join(behind[:rows]).encode(), 9)).decode() if rows else ""
+        if len(packed) <= PACKED_BYTES:
+            break
+        rows = min(rows - 1, int(0.97 * rows * PACKED_BYTES / len(packed)))
+    return GateRows([lines[i] for i in order if i in places], packed, rows, len(behind) - rows, frozenset(places))
 
 
 def operations_table(run: Run) -> list[tuple[str, str, dict[State, int], Gate]]:
@@ -321,25 +345,29 @@ def operations_table(run: Run) -> list[tuple[str, str, dict[State, int], Gate]]:
             groups.setdefault((v.point.split("[")[0], v.gate), []).append((i, v))
     out = []
     for (name, gate), cases in groups.items():
-        worst, _ = max(cases, key=lambda pair: heat.badness(pair[1]))
+        worst, _ = max(cases, key=lambda pair: heat.badness(pair[1], pair[0] in run.waived))
         out.append((name, gate, {s: sum(v.state is s for _, v in cases) for s in State}, gate_row(run, worst)))
     return out
 
 
 def origin_table(run: Run, layers: list[int]) -> list[tuple[int, list[heat.Cell]]]:
     """Per layer and phase: the worst isolated point (local error) beside the worst free-running one (local plus inherited)."""
+    groups: dict[tuple[int | None, str | None, str], list[tuple[int, Verdict]]] = {}
+    for pair in enumerate(run.verdicts):
+        groups.setdefault((pair[1].layer, pair[1].phase, pair[1].mode), []).append(pair)
     rows = []
     for layer in layers:
         cells = []
         for phase in heat.PHASES:
             for mode in ("isolated", "free"):
-                found = [(i, v) for i, v in enumerate(run.verdicts) if (v.layer, v.phase, v.mode) == (layer, phase, mode)]
+                found = groups.get((layer, phase, mode), [])
                 if not found:
                     cells.append(heat.Cell(words.DASH, "none"))
                     continue
-                index, worst = max(found, key=lambda pair: heat.badness(pair[1]))
-                sign = {State.PASS: "", State.FAIL: "✗ ", State.NOT_RUN: "not run "}[worst.state]
-                css = {State.PASS: "plain", State.FAIL: "fail", State.NOT_RUN: "notrun"}[worst.state]
+                index, worst = max(found, key=lambda pair: heat.badness(pair[1], pair[0] in run.waived))
+                waived = index in run.waived
+                sign = {State.PASS: "", State.FAIL: "◇ " if waived else "✗ ", State.NOT_RUN: "not run "}[worst.state]
+                css = {State.PASS: "plain", State.FAIL: "waived" if waived else "fail", State.NOT_RUN: "notrun"}[worst.state]
                 cells.append(heat.Cell(f"{sign}{words.share(worst.spent)} {heat.short_name(worst.point, layer)}", css, worst.gate, index))
         rows.append((layer, cells))
     return rows
@@ -400,6 +428,67 @@ def not_checked(run: Run) -> list[str]:
     return out
 
 
+@dataclass(frozen=True)
+class Facts:
+    """Groups of (name, value) for the first screen; a fact that the records lack is said to be missing."""
+
+    coverage: list[tuple[str, str]]
+    code: list[tuple[str, str]]
+    machine: list[tuple[str, str]]
+
+
+def kernels_words(run: Run) -> str:
+    """What really ran, per architecture."""
+    parts = []
+    for arch in dict.fromkeys(k.arch for k in run.kernels):
+        ran = [k for k in run.kernels if k.arch == arch]
+        parts.append(f"{words.plural(len({(k.source, k.kernel) for k in ran}), 'kernel')} in {words.plural(len({k.build for k in ran}), 'build')} for {arch}")
+    return words.listed(parts) or NOT_RECORDED
+
+
+def first_facts(run: Run) -> Facts:
+    """What was asked and seen, which code, which machine."""
+    header, facts = run.header, run.header.environment
+    cpu = header.device == "cpu"
+
+    def fact(*keys: str, other: str = NOT_RECORDED) -> str:
+        found = [f"{key if key in ('driver', 'python') else ''} {words.anything(facts[key])}".strip() for key in keys if facts.get(key) not in (None, "")]
+        return words.cut(", ".join(found), 200) if found else other
+
+    seen = sum(c.observed >= c.expected for c in run.coverage)
+    asked = f"{words.listed(header.phases) or 'no phase'}, layers {words.runs(header.layers)} of {words.anything(header.model.get('layers', NOT_RECORDED))}"
+    if "decode" in header.phases:
+        asked += f", {words.plural(header.steps, 'decode step')}"
+    prompts = [f"{prompt}" + (f" ({words.plural(header.tokens[i], 'token')})" if i < len(header.tokens) else "") for i, prompt in enumerate(header.prompts)]
+    not_run = sum(v.state is State.NOT_RUN for v in run.verdicts)
+    decode = {"replay": "replayed from captured graphs", "eager": "launched kernel by kernel"}.get(header.decode, header.decode)
+    dirty = "with uncommitted changes" if header.dirty else "no uncommitted changes"
+    return Facts(
+        coverage=[
+            ("asked", asked),
+            ("seen", f"{seen} of {words.plural(len(run.coverage), 'tap')} fired as often as expected" if run.coverage else f"taps: {NOT_RECORDED}"),
+            ("not run", words.plural(not_run, "gate") if not_run else "nothing"),
+            ("prompts", words.cut(", ".join(prompts), 400) or NOT_RECORDED),
+        ],
+        code=[
+            ("commit", f"{header.commit}, {dirty}" if header.commit else NOT_RECORDED),
+            ("checkpoint", f"{words.cut(header.checkpoint, 200)} {header.checkpoint_hash or f'hash {NOT_RECORDED}'}"),
+            ("kernels", kernels_words(run)),
+            ("variants", f"{header.variants or NOT_RECORDED}; decode {decode}"),
+            ("rounding", words.cut(", ".join(header.policy), 400) or "no rounding point declared"),
+            ("fault score", words.cut(header.fault_score, 400) or NOT_RECORDED),
+        ],
+        machine=[
+            ("GPU", fact("gpu", "capability", other="none: the kernels ran on the CPU device" if cpu else NOT_RECORDED)),
+            ("CUDA", fact("cuda", "driver", other="not used" if cpu else NOT_RECORDED)),
+            ("torch", fact("torch", "python")),
+            ("compiler", fact("compiler")),
+            ("platform", fact("platform")),
+            ("started", f"{header.started or NOT_RECORDED}" + (f", {words.number(round(run.summary.seconds) if words.finite(run.summary.seconds) else run.summary.seconds)} s" if run.summary else "")),
+        ],
+    )  # fmt: skip
+
+
 def facts_of(values: dict[str, Any]) -> list[tuple[str, str]]:
     """A free-form dictionary of the header as lines."""
     return [(key.replace("_", " "), words.cut(words.anything(value), 1000)) for key, value in values.items()]
@@ -408,47 +497,43 @@ def facts_of(values: dict[str, Any]) -> list[tuple[str, str]]:
 # ---- the page ----
 
 
-def report_html(records: list[Record]) -> str:
-    """The whole page."""
-    script = "\n" + (PAGE / "script.js").read_text(encoding="utf-8")
+def report_html(records: list[Record], baseline: list[Record] | None = None) -> str:
+    """The whole page; with a baseline, what differs from it too."""
+    script = "\n" + (PAGE / "script.js").read_text(encoding="utf-8") + (PAGE / "charts.js").read_text(encoding="utf-8")
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(PAGE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     run = split(records)
     counts, outcome = counts_of(run), outcome_of(run)
-    blocks, model_rows = heat.heat_map(run.verdicts, run.coverage, run.header.layers)
-    gates, gates_left_out = gate_rows(run)
+    blocks, model_rows = heat.heat_map(run.verdicts, run.coverage, run.header.layers, run.waived)
     failures = [gate_row(run, i) for i, v in enumerate(run.verdicts) if v.state is State.FAIL]
     divergence = divergence_words(run)
-    if divergence and divergence[2] is not None:
-        failures.sort(key=lambda row: row.index != divergence[2])  # the first divergence on top, the rest in run order
+    failures.sort(key=lambda row: (divergence is None or row.index != divergence.index, row.state == "waived"))  # the first divergence on top, the waived last, each in run order
+    kinds = gate_kinds(run)
+    numbered = {kind.definition: n for n, kind in enumerate(kinds[:DEFINITIONS])}
+    macros = environment.get_template("macros.html").make_module({"words": words, "numbered": numbered})
+    shown = [row.groups for block in [*blocks] for row in block.rows] + [row.groups for row in model_rows]
+    rows = gate_rows(run, lambda gate: str(macros.gate_line(gate)), {cell.target for groups in shown for group in groups for cell in group if cell.target is not None})  # type: ignore[attr-defined]
     passing = sorted(((i, v) for i, v in enumerate(run.verdicts) if v.state is State.PASS and v.spent is not None), key=lambda p: heat.badness(p[1]))
     missing = [c for c in run.coverage if c.observed < c.expected]
-    known = {"residual", "residual growth", "sinkhorn", "visible", "attention mass", "sink merge", "logits", "drift", "greedy", "recall", "choices", "self_parity", "observer"}
-    others = [name for name in dict.fromkeys(m.name for m in run.measurements) if name not in known]
-    html = environment.get_template("page.html").render(
-        style=(PAGE / "style.css").read_text(encoding="utf-8"), script=script,
+    context = dict(
+        style=(PAGE / "style.css").read_text(encoding="utf-8") + (PAGE / "charts.css").read_text(encoding="utf-8"), script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        words=words, run=run, header=run.header, summary=run.summary, outcome=outcome,
+        words=words, run=run, header=run.header, summary=run.summary, outcome=outcome, trend=None if baseline is None else compare.compare(baseline, records),
+        answer=answer_of(run, outcome), facts=first_facts(run), not_recorded=NOT_RECORDED,
         passed=counts[State.PASS], failed=counts[State.FAIL], not_run=counts[State.NOT_RUN],
         near_ties=sum(v.near_ties for v in run.verdicts),
         divergence=divergence, failures=failures[:20], failures_left_out=max(0, len(failures) - 20),
         blocks=blocks, model_rows=model_rows, phases=heat.PHASES,
         origins=origin_table(run, sorted({layer for b in blocks for layer in b.layers})),
         coverage=coverage_rows(run), missing=missing[:300], missing_left_out=max(0, len(missing) - 300),
-        residual=measured(run, "residual", without=("point",)), residual_charts=residual_charts(run),
-        growth=measured(run, "residual growth", without=("point",)), mass=measured(run, "attention mass", without=("point",)),
-        sink_merge=measured(run, "sink merge"), drift=measured(run, "drift", without=("phase",)),
-        sinkhorn=measured(run, "sinkhorn", without=("point",)), sinkhorn_charts=sinkhorn_charts(run),
-        visible=measured(run, "visible", without=("point",)), logits=measured(run, "logits", without=("point",)), greedy=greedy_of(run),
-        recall=measured(run, "recall", without=("point", "score_typical", "noise_typical")),
-        choices=measured(run, "choices", without=("point", *(f"{c}_{k}_isolated" for c in ("entries", "experts") for k in ("largest_margin", "noise")))),
-        self_parity=measured(run, "self_parity", without=("point",)), observer=measured(run, "observer"),
-        others=[(names.title(name), names.note(name), measured(run, name)) for name in others[:40]],
-        operations=operations_table(run), gates=gates, gates_left_out=gates_left_out,
+        **instruments.sections(run.measurements, run.header),
+        operations=operations_table(run), rows=rows, kinds=kinds[:DEFINITIONS], kinds_left_out=max(0, len(kinds) - DEFINITIONS), numbered=numbered,
+        modes=sorted({v.mode for v in run.verdicts}), gate_layers=sorted({v.layer for v in run.verdicts if v.layer is not None}), options=words.options(run.header.command),
         closest=[gate_row(run, i) for i, _ in reversed(passing[-10:])],
-        tolerances=tolerance_table(run.verdicts), unchecked=not_checked(run), out_of_scope=OUT_OF_SCOPE,
+        unchecked=not_checked(run), out_of_scope=OUT_OF_SCOPE,
         environment=facts_of(run.header.environment), model=facts_of(run.header.model),
     )  # fmt: skip
-    return words.printable(html)
+    sections = [(name, title, environment.get_template(f"sections/{name}.html").render(context)) for name, title in SECTIONS.items()]
+    return words.printable(environment.get_template("page.html").render(context, sections=[section for section in sections if section[2].strip()]))
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -464,14 +549,14 @@ def _replace(path: Path, content: bytes) -> None:
         raise
 
 
-def render_run(records: list[Record], out_dir: Path) -> Path:
+def render_run(records: list[Record], out_dir: Path, baseline: list[Record] | None = None) -> Path:
     """Write report.html and junit.xml into out_dir, made if missing; returns the path of the page.
 
     Both are made in memory first, so that bad records leave no file. Raises RecordError or OSError.
     """
     run = split(records)
     outcome = outcome_of(run)
-    page = report_html(records).encode("utf-8")
+    page = report_html(records, baseline).encode("utf-8")
     cases = junit.junit_xml(run.header, run.verdicts, run.summary, outcome.verdict, " ".join([outcome.sentence, *outcome.reasons]))
     out_dir.mkdir(parents=True, exist_ok=True)
     _replace(out_dir / "junit.xml", cases)

@@ -6,6 +6,7 @@ Tests: parity/unit/test_reports.py.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -73,6 +74,19 @@ def share(spent: float | None) -> str:
     return f"{percent:.1f} %" if 0 < percent < 1 else f"{percent:.0f} %"
 
 
+def finite(value: Any) -> bool:
+    """A number that has a place on an axis."""
+    x = as_number(value)
+    return x is not None and math.isfinite(x)
+
+
+def bar(spent: float | None) -> str:
+    """A share as the length of a bar, 1 is the limit; what is not finite is longer than any other. Empty: no share."""
+    if spent is None:
+        return ""
+    return f"{max(0.0, min(spent, 9e9)):.4g}" if not math.isnan(spent) else "1e10"
+
+
 def number_of(one: dict[str, Any]) -> str:
     """One further number of a gate: `norm ratio off 1 by 0.0031 of 0.1 (3 %)`."""
     return f"{one.get('number')} {number(one.get('smallest_limit'))} of {number(one.get('limit'))} ({share(as_number(one.get('spent')))})"
@@ -127,19 +141,20 @@ def steps(first: int | None, last: int | None) -> str:
     return f"step {first}" if last is None or last == first else f"steps {first}-{last}"
 
 
-def command(test_id: str, typed: str = "") -> str:
-    """The command that runs one gate again: its test id, with the options of the run it belongs to.
+def is_command(test_id: str) -> bool:
+    """A record may hold a whole command where others hold a test's id."""
+    return test_id.startswith(("pytest ", "python ", "make "))
 
-    typed   the run's own command; its paths, its selection and its report directory (which would be overwritten) are left out
-    """
-    if not test_id or test_id.startswith(("pytest ", "python ", "make ")):
-        return test_id
+
+@functools.lru_cache(maxsize=8)
+def options(typed: str) -> str:
+    """What stands behind a test's id to run it as the run `typed` did, with a space in front; paths, the selection and the report's directory (which would be overwritten) are left out."""
     try:
         given = shlex.split(typed)
     except ValueError:
         given = []
     given = given[given.index("pytest") + 1 :] if "pytest" in given else []
-    options: list[str] = []
+    kept: list[str] = []
     skip = False
     for token in given:
         if skip:
@@ -147,8 +162,20 @@ def command(test_id: str, typed: str = "") -> str:
         elif token in ("-k", "-m", "--report"):
             skip = True
         elif not token.startswith("--report=") and not token.startswith("parity/") and token != "parity" and "::" not in token:
-            options.append(token)
-    return shlex.join(["pytest", test_id, *options])
+            kept.append(token)
+    return "".join(f" {shlex.quote(token)}" for token in kept)
+
+
+def command(test_id: str, typed: str = "") -> str:
+    """The command that runs one gate again: its test id, with the options of the run it belongs to."""
+    if not test_id or is_command(test_id):
+        return test_id
+    return f"pytest {shlex.quote(test_id)}{options(typed)}"
+
+
+def listed(parts: list[str]) -> str:
+    """a, b and c."""
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def cut(text: str, limit: int = 2000) -> str:
