@@ -23,7 +23,7 @@ from reports.words import plural
 CREPT_TIMES, CREPT_SHARE, CREPT_BY = 2.0, 0.10, 0.1  # a budget crept: more than twice as much and above 10 % of its limit, or +10 points
 # What has to be alike for numbers to mean the same thing; the rest of the header may differ and is listed.
 ALIKE = {
-    "checkpoint_hash": "checkpoint", "prompts": "prompts", "tokens": "prompt tokens", "steps": "decode steps", "layers": "layers judged",
+    "checkpoint_hash": "checkpoint bytes", "prompts": "prompts", "tokens": "prompt tokens", "steps": "decode steps", "layers": "layers judged",
     "phases": "phases", "device": "device", "seed": "seed",
 }  # fmt: skip
 LISTED = {"commit": "commit", "dirty": "uncommitted changes", "variants": "kernel variants", "decode": "decode", "policy": "rounding points", "max_context": "max context", "inject": "planted fault", "checkpoint": "checkpoint folder", "redacted": "redacted"}
@@ -123,7 +123,7 @@ class Comparison:
     def sentence(self) -> str:
         """The comparison in one line."""
         if self.obstacles:
-            return "not comparable: another " + "; ".join(f"{o.name} ({o.was} → {o.now})" for o in self.obstacles) + ". No gate was compared."
+            return f"not comparable, for other {', '.join(f'{o.name} ({o.was} → {o.now})' for o in self.obstacles)}: no gate was compared"
         if not self.gates:
             return "nothing was compared: no gate was judged in both runs" + self._rest()
         cut = [name for name, end in zip(("the baseline", "this run"), self.ended, strict=True) if end == CUT_OFF]
@@ -150,7 +150,8 @@ def compare(before: list[Record], after: list[Record]) -> Comparison:
     assert isinstance(old, Header)
     assert isinstance(new, Header)
     out = Comparison(old, new, (_verdict_of(before), _verdict_of(after)))
-    out.obstacles = _header_facts(old, new, ALIKE)
+    same_part = old.layers_run == new.layers_run  # of the checkpoint: the hash is of the layers that were read
+    out.obstacles = _header_facts(old, new, {name: title for name, title in ALIKE.items() if same_part or name != "checkpoint_hash"})
     out.surroundings = _header_facts(old, new, LISTED) + _environment(old, new)
     matched = _pairs(verdicts(before), verdicts(after), _gate_key, _test_id)
     pairs = list(matched)
@@ -176,7 +177,11 @@ def _header_facts(old: Header, new: Header, names: dict[str, str]) -> list[Fact]
 
 
 def _said(value: Any) -> str:
-    return "none" if value in (None, "", []) else words.cut(words.anything(value), 200)
+    if value in (None, "", []):
+        return "none"
+    if isinstance(value, list):
+        value = words.runs(value) if all(type(one) is int for one in value) and value == sorted(set(value)) else ", ".join(map(words.anything, value))
+    return words.cut(words.anything(value), 200)
 
 
 def _environment(old: Header, new: Header) -> list[Fact]:

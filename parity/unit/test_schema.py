@@ -13,7 +13,21 @@ from hypothesis import given, settings
 
 from parity.unit.synthetic_run import cut_off, synthetic_run, wild_run
 from parity.unit.test_records import HEADER, records, verdict
-from probes.core.records import ADDED, READS, SCHEMA, TYPES, Divergence, Kernel, RecordError, Summary, Verdict, from_line, read_run, summarise, to_line
+from probes.core.records import (
+    ADDED,
+    READS,
+    SCHEMA,
+    TYPES,
+    Divergence,
+    Kernel,
+    RecordError,
+    Summary,
+    Verdict,
+    from_line,
+    read_run,
+    summarise,
+    to_line,
+)
 from reports import schema
 from reports.__main__ import main
 

@@ -198,8 +198,13 @@ OTHER = {"checkpoint_hash": "1", "prompts": ["b.txt"], "tokens": [9], "steps": 4
 def test_runs_of_something_else_are_not_compared(name):
     c = compare(run(gate()), run(gate(state=FAIL, spent=9.0), **{name: OTHER[name]}))
     assert not c.comparable
-    assert c.sentence.startswith(f"not comparable: another {ALIKE[name]} (")
+    assert c.sentence.startswith(f"not comparable, for other {ALIKE[name]} (")
     assert (c.gates, c.numbers, [g for _, _, g in c.groups if g], c.measured) == (0, 0, [], [])
+
+
+def test_a_checkpoint_of_which_other_layers_were_read_is_not_called_another():
+    c = compare(run(gate()), run(gate(), layers=[0, 1], layers_run=[0, 1], checkpoint_hash="1"))
+    assert c.sentence == "not comparable, for other layers judged (0 → 0-1): no gate was compared"
 
 
 def test_comparing_nothing_is_said_to_be_nothing():
