@@ -186,7 +186,7 @@ def wild_run(seed: int = 11, layers: int = 3) -> list[Record]:
     def wild(plain: Verdict) -> Verdict:
         state = rng.choice(list(State))
         changes: dict[str, Any] = {field: next(numbers) for field in ("value", "limit", "spent", "floor", "k", "eps", "got", "want", "norm_ratio", "norm_ratio_limit", "cosine", "rel_l2")}
-        changes |= {field: next(texts) for field in ("gate", "metric", "why", "reason", "component", "test_id")}
+        changes |= {field: next(texts) for field in ("metric", "why", "reason", "component", "test_id")} | {"gate": next(texts) or "gate"}
         changes["numbers"] = [{"number": next(texts), "smallest_limit": next(numbers), "limit": next(numbers), "spent": next(numbers)} for _ in range(rng.randrange(4))]
         changes["details"] = {next(texts): [next(numbers), {next(texts): next(numbers)}], "x": next(texts)}
         return dataclasses.replace(plain, state=state, rows=rng.choice((0, 1, 10**12)), **changes)
@@ -195,8 +195,8 @@ def wild_run(seed: int = 11, layers: int = 3) -> list[Record]:
     for phase in ("prefill", "decode"):
         for layer in range(layers):
             verdicts += [wild(verdict(rng, point, mode, phase, layer, None if phase == "prefill" else (0, 0))) for point in points(layer) for mode in ("isolated", "free")]
-    verdicts += [wild(dataclasses.replace(verdict(rng, "logits", "free", "decode", None), point=text, layer=layer)) for text in WILD_TEXTS for layer in (None, 0)]
-    verdicts += [wild(verdict(rng, text, "operation", None, None)) for text in WILD_TEXTS]
+    verdicts += [wild(dataclasses.replace(verdict(rng, "logits", "free", "decode", None), point=text or "point", layer=layer)) for text in WILD_TEXTS for layer in (None, 0)]
+    verdicts += [wild(verdict(rng, text or "operation", "operation", None, None)) for text in WILD_TEXTS]
     measured = [
         dataclasses.replace(m, values={key: value if key in ("site", "of") else next(texts) if isinstance(value, str) else next(numbers) for key, value in m.values.items()})
         for m in _measurements(rng, layers, nan=True, hostile=True)
