@@ -67,8 +67,9 @@ def record(request: pytest.FixtureRequest) -> Callable[[Verdict], None]:
     run = run_of(request.config)
 
     def write(verdict: Verdict) -> None:
-        verdict = replace(verdict, test_id=request.node.nodeid)
-        run.record(verdict)
+        verdict = run.record(replace(verdict, test_id=request.node.nodeid))
+        if verdict.waiver is not None:
+            pytest.xfail(waived(verdict))
         if verdict.state is State.FAIL:
             pytest.fail(describe(verdict, again_options(request.config)), pytrace=False)
         if verdict.state is State.NOT_RUN and run.audit is not None and run.audit.stopped:
@@ -77,6 +78,12 @@ def record(request: pytest.FixtureRequest) -> Callable[[Verdict], None]:
             pytest.fail(f"not run: {verdict.point}: {verdict.reason}", pytrace=False)
 
     return write
+
+
+def waived(v: Verdict) -> str:
+    """Why a failed gate fails no test."""
+    assert v.waiver is not None
+    return f"waived until {v.waiver['until']} ({v.waiver['by']}: {v.waiver['reason']}): {v.point}: {v.reason}"
 
 
 def describe(v: Verdict, options: str = "") -> str:
@@ -205,7 +212,9 @@ def judge(request: pytest.FixtureRequest) -> Callable[..., None]:
             spec = PointSpec(operation, "", VALUES, row_dims, row.component, "")
             verdict = judge_values(base, spec, row.gate, "isolated", got2, want2, valid, floor)
         if run is not None:
-            run.record(verdict)
+            verdict = run.record(verdict)
+        if verdict.waiver is not None:
+            pytest.xfail(waived(verdict))
         if verdict.state is not State.PASS:
             pytest.fail(describe(verdict, again_options(request.config)), pytrace=False)
 

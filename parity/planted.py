@@ -31,14 +31,17 @@ Tests: parity/unit/test_faults.py, parity/unit/test_planted.py.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import fcntl
 import shutil
 import sys
 import tempfile
+import time
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from reference.config import InputError
 
@@ -194,10 +197,33 @@ def find_fault(fault_id: str, path: Path | None = None) -> Fault:
     return faults[fault_id]
 
 
+HELD = ".held"  # in a copy: locked for as long as the process that made it lives
+SETTLED_SECONDS = 30.0  # a younger copy may still be on its way to its lock
+_held: list[IO[str]] = []
+
+
+def sweep_stale() -> list[Path]:
+    """Remove copies in the temporary directory that killed processes left; those whose process lives are locked, and stay."""
+    removed = []
+    for lock in Path(tempfile.gettempdir()).glob(f"fault-*/{HELD}"):
+        with contextlib.suppress(OSError):  # somebody else's, locked, or gone by now
+            if time.time() - lock.stat().st_mtime < SETTLED_SECONDS:
+                continue
+            with lock.open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+                removed.append(lock.parent)
+    return removed
+
+
 def plant(fault: Fault, root: Path = ROOT) -> Path:
-    """A copy of production/ and kernels/ with the fault in it. The caller removes the returned directory."""
+    """A copy of production/ and kernels/ with the fault in it. The caller removes the returned directory; a later run, if killed."""
+    sweep_stale()
     copy = Path(tempfile.mkdtemp(prefix=f"fault-{fault.id}-"))
     try:
+        lock = (copy / HELD).open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _held.append(lock)  # closed, and so let go, when the process ends
         for room in ROOMS:
             shutil.copytree(root / room, copy / room, ignore=shutil.ignore_patterns("__pycache__"))
         for edit in fault.edits:

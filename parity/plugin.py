@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from parity import session as parity_session
+from probes.core.records import Record
 
 NAME = "parity.plugin"
 MARKERS = ("gpu: needs a CUDA device; without one the case is recorded as not run", "slow: takes more than ten seconds on two cores")
@@ -42,6 +43,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_configure(config: pytest.Config) -> None:
     if parity_session.is_elsewhere(config) and hasattr(config.option, "file_or_dir"):  # --help ends before that is read
         _take_over(config)
+    if config.getoption("numprocesses", None) and parity_session.is_audit(config):
+        raise pytest.UsageError(f"-n {config.getoption('numprocesses')}: an audit is one process with one run file; next: leave -n out")
     parity_session.configure(config)
 
 
@@ -101,14 +104,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    parity_session.finish(session, exitstatus, render=render_report)
+    parity_session.finish(session, exitstatus, render=render_report, trend=trend_of)
 
 
-def render_report(records: list, out_dir: Path) -> Path:  # type: ignore[type-arg]
+def render_report(records: list[Record], out_dir: Path, baseline: list[Record] | None = None) -> Path:
     """The one place that knows both the judge and the report."""
     from reports.render import render_run
 
-    return render_run(records, out_dir)
+    return render_run(records, out_dir, baseline)
+
+
+def trend_of(baseline: list[Record], records: list[Record]) -> str:
+    """What differs from the baseline, in one line."""
+    from reports.compare import compare
+
+    return compare(baseline, records).sentence
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -1,7 +1,7 @@
 """The life of one audit under pytest: options, input checks, models, ledger, summary, report.
 
-Bad input is a usage error (exit 4, one line) before anything is written. Exit 0: every asked gate passed; 1: a gate
-failed, or something asked was not run. Tests: parity/unit/test_session.py, which runs the real command line.
+Bad input is a usage error (exit 4, one line) before anything is written. Exit 0: every asked gate passed, or its failure is
+waived; 1: a gate failed, or something asked was not run; 2: told to stop, with a report of what had been judged. Tests: parity/unit/test_session.py, which runs the real command line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 import torch
 
-from parity import device_witness, evaluate, planted, score, selection, stored
+from parity import device_witness, evaluate, planted, score, selection, stored, terminal
 from parity.attribution import first_divergence, operations_behind
 from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
 from parity.cache import ReferenceCache, cache_folder, checkpoint_facts, code_hash, machine_facts
@@ -35,8 +35,24 @@ from parity.gates import with_numbers
 from parity.isolation import REPRO, strength, strengthened, with_repro
 from parity.measure import measurements
 from parity.mechanisms import mechanisms, unexercised
+from parity.redact import NO_REPRO, Redactor, decoder_of
+from parity.waivers import Waivers, read_waivers, unwaived, waived_before
 from probes.core import inputs
-from probes.core.records import Coverage, Divergence, Header, Kernel, Ledger, Measurement, Record, State, Verdict, summarise
+from probes.core.records import (
+    Coverage,
+    Divergence,
+    Header,
+    Kernel,
+    Ledger,
+    Measurement,
+    Record,
+    RecordError,
+    State,
+    Summary,
+    Verdict,
+    read_run,
+    summarise,
+)
 from probes.core.wording import plural
 from reference.checkpoint import Checkpoint
 from reference.config import InputError
@@ -61,7 +77,7 @@ GPU_FILES = ("test_device.py", "test_operations_published.py")  # asked for with
 
 def add_options(parser: pytest.Parser) -> None:
     """The command line of `pytest parity/`."""
-    group = parser.getgroup("parity", "DeepSeek-V4 parity audit")
+    group = parser.getgroup("parity", "DeepSeek-V4 parity audit (exit codes: 0 pass, 1 a gate failed or coverage is missing, 2 told to stop, 4 bad input)")
     group.addoption("--phase", default="both", metavar="prefill|decode|both", help="what is judged (default: both)")
     group.addoption("--layers", default=None, metavar="0-3,7", help="layers that are judged; all up to the highest are run (default: all)")
     group.addoption("--checkpoint", default=str(DEFAULT_CHECKPOINT), metavar="DIR", help="checkpoint directory (default: the bundled one)")
@@ -74,6 +90,9 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--max-context", default=str(DEFAULT_MAX_CONTEXT), metavar="N", help="tokens the KV cache holds (default: 8192)")
     group.addoption("--report", default=None, metavar="DIR", help="where run.jsonl, report.html and junit.xml go (default: reports/runs/<date>-<commit>)")
     group.addoption("--no-cache", action="store_true", help="compute the reference and its twins even if an earlier run left them in ~/.cache/dsv4-parity/reference (DSV4_PARITY_CACHE moves it)")
+    group.addoption("--baseline", default=None, metavar="RUN.jsonl", help="an earlier run, or its folder: the report and the last lines say what differs from it; the verdict stays as it is")
+    group.addoption("--waivers", default=None, metavar="FILE.toml", help="known deviations that are accepted, each with a reason, a name and an end date (parity/waivers.py)")
+    group.addoption("--redact", action="store_true", help="keep the prompts out of records and report: names, text and token ids are left out or hashed, and no repro is written (parity/redact.py)")
     group.addoption("--inject", default=None, metavar="ID", help="plant a fault in a copy of production and kernels")
     group.addoption("--faults", default=None, metavar="FILE|DIR", help="list, or folder of lists, that --inject takes the fault from, instead of parity/faults/")
 
@@ -150,25 +169,47 @@ class Run:
     on_terminate: Any = None
     devices: list[Any] = field(default_factory=list)
     red: bool = False
+    waivers: Waivers = field(default_factory=Waivers)
+    baseline: list[Record] | None = None
+    reds: dict[str, list[str]] = field(default_factory=dict)
+    trend: str = ""
+    redactor: Redactor | None = None
+    progress: terminal.Progress | None = None
+    stopped_by: str = ""
+    on_interrupt: Any = None
     _behind: frozenset[str] | None = None
 
     def operations_behind(self) -> frozenset[str] | None:
         """The operations that can explain the first point that is red; None where only other gates are."""
         if self._behind is None and self.ledger is not None and self.audit is not None:
-            first = first_divergence(self.ledger.records, places_of_model(self.audit.config, self.audit.layers_run))
+            first = first_divergence(unwaived(self.ledger.records), places_of_model(self.audit.config, self.audit.layers_run))
             if first is not None and first.phase is not None:
                 self._behind = operations_behind(first.point)
         return self._behind
 
-    def record(self, record: Record) -> None:
+    def told_to_stop(self, number: int, frame: Any) -> None:
+        """The first signal ends the tests, and what was judged is reported; a second one ends the process where it stands."""
+        self.stopped_by = signal.Signals(number).name
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    def record(self, record: Record) -> Any:
+        """Write a record and return it as it is written: with the waiver that accepts a failure, without the prompt where it is redacted."""
         if isinstance(record, Verdict):
             if self.device_reason is not None and record.state is State.FAIL and record.rows == 0:
                 record = replace(record, state=State.NOT_RUN, value=None, spent=None, reason=self.device_reason)  # it only found that there is no device
-            record = with_numbers(record)
+            record = self.waivers.judge(with_numbers(record))
             self.judged.add(record.test_id)
-            self.red = self.red or (record.state is State.FAIL and (record.rows > 0 or record.gate == "run"))  # a test that only broke names nothing
+            failed, waived = record.state is State.FAIL, record.waiver is not None
+            self.red = self.red or (failed and not waived and (record.rows > 0 or record.gate == "run"))  # a test that only broke names nothing
+        if self.redactor is not None:
+            record = self.redactor(record)
         if self.ledger is not None:
             self.ledger.write(record)
+        if isinstance(record, Verdict) and record.state is State.FAIL and self.progress is not None:
+            self.progress.turned_red(record, record.waiver is not None)
+        return record
 
 
 RUN = pytest.StashKey[Run]()
@@ -195,8 +236,9 @@ def configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(InputError(f"{error.filename}: {error.strerror}"))) from None
     config.stash[RUN] = run
     config.option.continue_on_collection_errors = True  # a production that cannot be imported is judged, not a reason to stop
+    run.progress = terminal.Progress(config, terminal.quiet(config))
     if threading.current_thread() is threading.main_thread():  # a run that is told to stop still closes its ledger and lets go
-        run.on_terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        run.on_terminate, run.on_interrupt = (signal.signal(number, run.told_to_stop) for number in (signal.SIGTERM, signal.SIGINT))
 
 
 def _checked(config: pytest.Config) -> Run:
@@ -231,6 +273,12 @@ def _checked(config: pytest.Config) -> Run:
         fault = planted.find_fault(option("--inject"), None if option("--faults") is None else config.invocation_params.dir / option("--faults"))
     elif option("--faults") is not None:
         raise InputError("--faults needs --inject ID")
+    baseline = None if option("--baseline") is None else _baseline(config.invocation_params.dir / option("--baseline"))
+    waivers = Waivers()
+    if option("--waivers") is not None:
+        if profile == "faults":
+            raise InputError("--waivers: the fault profile ends where a gate is red, accepted or not; next: --profile full")
+        waivers = read_waivers(config.invocation_params.dir / option("--waivers"), model_config)
     prompts = [inputs.read_prompt(spec, directory, model_config.vocab_size) for spec in option("--prompt") or list(fault.prompts if fault else ()) or [DEFAULT_PROMPT]]
     longest = max(len(prompt.ids) for prompt in prompts)
     needed = longest + (steps if "decode" in phases else 0)
@@ -238,8 +286,19 @@ def _checked(config: pytest.Config) -> Run:
         raise InputError(f"prompt of {plural(longest, 'token')} and {plural(needed - longest, 'step')} need {plural(needed, 'token')}, --max-context is {max_context}")
     return Run(
         config, phases, layers, steps if "decode" in phases else 0, max_context, option("--device"), directory, prompts, fault, _report_dir(option("--report"), config), profile=profile,
-        decode=option("--decode") or (fault.decode if fault else "") or "eager", variants=option("--variants") or (fault.variants if fault else "") or None,
+        waivers=waivers, baseline=baseline, reds=score.known_reds(), decode=option("--decode") or (fault.decode if fault else "") or "eager", variants=option("--variants") or (fault.variants if fault else "") or None,
     )  # fmt: skip
+
+
+def _baseline(path: Path) -> list[Record]:
+    """The records to compare with, read before anything is written: the run may go into the same folder. Raises InputError."""
+    path = path / "run.jsonl" if path.is_dir() else path
+    try:
+        return read_run(path)
+    except RecordError as error:
+        raise InputError(f"--baseline: no readable run: {error}") from None
+    except OSError as error:
+        raise InputError(f"--baseline {path}: {error.strerror}; expected a run.jsonl that pytest parity/ wrote, or its folder") from None
 
 
 def _report_dir(given: str | None, config: pytest.Config) -> Path:
@@ -284,11 +343,15 @@ def start(session: pytest.Session) -> None:
     if RUN not in config.stash or config.getoption("collectonly"):
         return
     run = config.stash[RUN]
+    assert run.progress is not None
+    config.pluginmanager.register(run.progress, "parity.terminal")
+    run.progress.begin()
     try:
         if run.fault is not None:
             run.fault_copy = planted.plant(run.fault)
             planted.import_from(run.fault_copy)
         _load(run)
+        run.progress.clear()
     except InputError as error:
         raise pytest.UsageError(str(error)) from None
 
@@ -358,24 +421,12 @@ def uncollected(collector: pytest.Collector, report: pytest.CollectReport) -> No
         run.uncollected.append(Verdict("collection", collector.nodeid, "operation", State.FAIL, "tests can be imported", reason=lines[-1].removeprefix("E ").strip()[:300], test_id=collector.nodeid))
 
 
-def say(run: Run) -> Callable[[str], None]:
-    """Progress lines that reach the terminal also while pytest captures."""
-    reporter, capture = (run.config.pluginmanager.getplugin(name) for name in ("terminalreporter", "capturemanager"))
-
-    def line(text: str) -> None:
-        if reporter is not None and run.config.getoption("verbose") >= 0:
-            with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
-                reporter.ensure_newline()
-                reporter.write_line(f"  {text}", flush=True)
-
-    return line
-
-
 def _load(run: Run) -> None:
     import reference
 
     layers = range(max(run.layers) + 1)
-    tell = say(run)
+    assert run.progress is not None
+    tell = run.progress.say
     policy: Any = "published"
     try:
         from production.model import POLICY
@@ -409,6 +460,10 @@ def _load(run: Run) -> None:
         run.audit.red = lambda audit, phase, step, alone: evaluate.any_red(audit, phase, step, alone) or stored.any_red(audit, phase, step)
     if run.load_crash is not None:
         run.audit.crash = Crash("load", None, "load", run.load_crash)
+    if run.device_reason is not None:
+        run.config.option.no_summary = True  # one reason for everything: the verdict's line says it
+    if run.config.getoption("--redact"):
+        run.redactor = Redactor(run.prompts, Checkpoint(run.checkpoint_dir, layers).hash(), decoder_of(run.checkpoint_dir), run.config.getoption("--prompt") or (), run.steps)
 
 
 def load_production(run: Run) -> Any:
@@ -528,6 +583,7 @@ def header(run: Run) -> Header:
         device=run.device, policy=sorted(run.audit.production.policy), phases=list(run.phases), layers=list(run.layers), layers_run=list(run.audit.layers_run),
         prompts=[p.label for p in run.prompts], tokens=[len(p.ids) for p in run.prompts], steps=run.steps, max_context=run.max_context,
         decode=run.decode, variants=_plan(run), inject=run.fault.id if run.fault else None, notes=notes, fault_score=score.standing(),
+        waivers=[waiver.terms() for waiver in run.waivers.all], baseline=run.config.getoption("--baseline") or "", reds=run.reds,
     )  # fmt: skip
 
 
@@ -557,14 +613,18 @@ def again_options(config: pytest.Config) -> str:
         if given is not None and any(str(arg).split("=")[0] == option for arg in config.invocation_params.args):
             for value in given if isinstance(given, list) else [given]:
                 words += [option, str(value)]
-    return " " + shlex.join(words) if words else ""
+    run = config.stash.get(RUN, None)
+    line = shlex.join(words)
+    if run is not None and run.redactor is not None:
+        line = run.redactor.command(line)
+    return f" {line}" if line else ""
 
 
 # ---- finish ----
 
 
-def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Record], Path], Path]) -> None:
-    """Close the ledger with its summary, write the report, set the exit code."""
+def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Record], Path, list[Record] | None], Path], trend: Callable[[list[Record], list[Record]], str]) -> None:
+    """Close the ledger with its summary, write the report, set the exit code. trend  what differs from the baseline, in one line."""
     config = session.config
     run = config.stash.get(RUN, None)
     if run is None or run.ledger is None or run.audit is None:
@@ -573,29 +633,61 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     _record_unreached(session, run)
     narrowed = _narrowed(session)
     facts: list[Record] = [] if narrowed else list(coverage(run))
-    for record in [*facts, *measurements(run.audit), *device_witness.measurements(run.audit), *run.audit.cache_facts(), *graphs(run.audit), *mechanisms(run.audit, ledger.records), *kernels(run)]:
-        ledger.write(record)
+    found = [*facts, *measurements(run.audit), *device_witness.measurements(run.audit), *run.audit.cache_facts(), *graphs(run.audit), *mechanisms(run.audit, ledger.records), *kernels(run)]
+    for record in [*found, *run.waivers.facts()]:
+        run.record(record)
     if run.audit.stopped:
-        ledger.write(Measurement("early end", values={"reason": run.audit.stopped}))
-    divergence = first_divergence(ledger.records, places_of_model(run.audit.config, run.audit.layers_run), loaded=run.load_crash is None)
-    divergence = strengthened(divergence, ledger.records, run.audit)
-    divergence = with_repro(divergence, ledger.records, run.audit, run.report_dir, str(_near(run.report_dir / REPRO)), command_line(config))
+        run.record(Measurement("early end", values={"reason": run.audit.stopped}))
+    divergence = _divergence(run)
     summary = summarise(ledger.records, time.perf_counter() - run.started, divergence)
     if narrowed:
         summary = replace(summary, reasons=[*summary.reasons, narrowed], verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
     else:
         summary = replace(summary, reasons=[*summary.reasons, *unexercised(ledger.records)])
-    ledger.write(summary)
+    run.record(summary)
     ledger.close()
-    report = render(ledger.records, run.report_dir)
-    shown = _near(report)
-    reason = f" ({' '.join(summary.reasons[0].split())})" if summary.verdict != "fail" and summary.reasons else ""
-    cause = [f"production does not run: {' '.join(run.load_crash.split())[:300]}"] if run.load_crash is not None else []
-    closing = [*cause, *divergence_lines(divergence), f"verdict: {summary.verdict}{reason}", f"report: {shown}"]
-    config.add_cleanup(lambda: print("\n".join(closing), flush=True))  # below pytest's own last line
+    drawn = False
+    try:
+        run.trend = "" if run.baseline is None else trend(run.baseline, ledger.records)
+        report = str(_near(render(ledger.records, run.report_dir, run.baseline)))
+        drawn = True
+    except Exception as error:  # the records are whole: the verdict stands, and is told
+        report = f"not drawn: {type(error).__name__}: {' '.join(str(error).split())[:200]}; next: python -m reports {_near(ledger.path)}"
+    config.add_cleanup(lambda: print("\n".join(_closing(run, divergence, summary, report)), flush=True))  # below pytest's own last line
     if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         clean = summary.verdict == "pass" or (bool(narrowed) and exitstatus == 0 and not summary.not_run)
-        session.exitstatus = pytest.ExitCode.OK if clean else pytest.ExitCode.TESTS_FAILED
+        session.exitstatus = pytest.ExitCode.OK if clean and drawn else pytest.ExitCode.TESTS_FAILED
+
+
+def _divergence(run: Run) -> Divergence | None:
+    """The first failure that no waiver accepts, how sure that is, and its repro."""
+    assert run.ledger is not None
+    assert run.audit is not None
+    places, counted = places_of_model(run.audit.config, run.audit.layers_run), unwaived(run.ledger.records)
+    divergence = first_divergence(counted, places, loaded=run.load_crash is None)
+    divergence = strengthened(divergence, counted, run.audit)
+    if divergence is None:
+        return None
+    before = waived_before(run.ledger.records, places)
+    if before:
+        divergence = replace(divergence, because="; ".join(filter(None, [divergence.because, f"{plural(before, 'failed gate')} before it {'is' if before == 1 else 'are'} waived"])))
+    if run.redactor is not None:
+        return replace(divergence, no_repro=NO_REPRO)
+    if run.stopped_by:
+        return replace(divergence, no_repro=f"the run was stopped: {run.stopped_by}")
+    return with_repro(divergence, counted, run.audit, run.report_dir, str(_near(run.report_dir / REPRO)), command_line(run.config))
+
+
+def _closing(run: Run, divergence: Divergence | None, summary: Summary, report: str) -> list[str]:
+    """What stands below pytest's own last line."""
+    assert run.ledger is not None
+    assert run.progress is not None
+    cause = [f"production does not run: {' '.join(run.load_crash.split())[:300]}"] if run.load_crash is not None and run.device_reason is None else []
+    lines = terminal.closing(
+        run.ledger.records if summary.passed + summary.failed else (), cause, divergence_lines(divergence), [*run.waivers.lines(), *([f"trend: {run.trend}"] if run.trend else [])], terminal.verdict_line(summary, len(run.waivers.used)),
+        report, run.progress.verbosity, run.progress.width(),
+    )  # fmt: skip
+    return terminal.coloured(lines, summary.verdict, run.config.get_terminal_writer())
 
 
 def _near(path: Path) -> Path:
@@ -623,7 +715,8 @@ def _record_unreached(session: pytest.Session, run: Run) -> None:
     for item in session.items:
         if item.nodeid not in run.judged:
             gate = item.name.split("[")[0]
-            run.record(Verdict(gate, gate, "operation", State.NOT_RUN, "none", reason="the run ended before this test", test_id=item.nodeid))
+            reason = "the run ended before this test" + (f": {run.stopped_by}" if run.stopped_by else "")
+            run.record(Verdict(gate, gate, "operation", State.NOT_RUN, "none", reason=reason, test_id=item.nodeid))
 
 
 def _narrowed(session: pytest.Session) -> str:
@@ -679,8 +772,9 @@ def unconfigure(config: pytest.Config) -> None:
     run = config.stash.get(RUN, None)
     if run is None:
         return
-    if run.on_terminate is not None:
-        signal.signal(signal.SIGTERM, run.on_terminate)
+    for number, before in ((signal.SIGTERM, run.on_terminate), (signal.SIGINT, run.on_interrupt)):
+        if before is not None:
+            signal.signal(number, before)
     if run.ledger is not None:
         run.ledger.close()
     if run.fault_copy is not None:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from probes.core.cli import COULD_NOT_MEASURE, MEASURED, Answer, Table, bare_parser, json_line, show
+from probes.core.cli import COULD_NOT_MEASURE, MEASURED, Answer, Table, bare_parser, json_line, say, show
 from production import cpu_device, cubins
 from production.launch import KernelError, cuda_missing, open_device
 
@@ -241,6 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     values = {"runs": runs, "not_run": not_run, "findings": [asdict(f) for f in found], "cores": cpu_device.cores()}
     show(Answer([table], values, notes or ["nothing is missing"]), sys.stdout)
     print(json_line({"probe": "doctor", "measured": measured, **values}))
+    if not measured:
+        say(f"{parser.prog}: could not measure: --device {args.device} runs no kernel here; missing: {', '.join(f.name for f in found if f.found is None)}")
     return MEASURED if measured else COULD_NOT_MEASURE
 
 

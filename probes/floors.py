@@ -23,6 +23,7 @@ from typing import Any
 
 from probes.core.cli import Answer, CannotMeasureError, Table, answer, ask_of, number, probe_parser, say
 from probes.core.records import Header, Record, RecordError, State, Verdict, read_run
+from production.launch import cuda_missing
 from reference.config import InputError
 from reference.points import LAYER_POINTS, MODEL_POINTS
 
@@ -158,6 +159,8 @@ def _read(path: Path) -> tuple[Header, list[Record]]:
 
 def _audit(args: argparse.Namespace) -> list[tuple[Header, list[Record]]]:
     ask = ask_of(args)  # bad input is told before anything runs
+    if args.device == "cuda" and (missing := cuda_missing()):
+        raise CannotMeasureError(missing)
     runs = []
     with tempfile.TemporaryDirectory(prefix="floors-") as folder:
         for i, prompt in enumerate(ask.prompts):
