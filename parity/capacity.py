@@ -47,7 +47,13 @@ def widths(model: Any, layer: int) -> Result:
     verdict = bounded("widths", f"memory.widths[layer {layer}]", float(len(wrong)), len(parts), "widths that disagree", layer=layer, component=component)
     if wrong:
         verdict = _because(verdict, "; ".join(wrong[:4]))
-    values = [Measurement("memory.widths", layer=layer, values=asdict(part)) for part in parts]
+    values = [
+        Measurement("memory.widths", layer=layer, values={
+            **asdict(part), "off_bytes": part.held - part.wanted, "bf16": 2 * part.values,
+            **({"wrong_width": part.wanted * model.config.index_n_heads} if "indexer key" in part.name else {}),
+        })
+        for part in parts
+    ]  # fmt: skip
     return [verdict], values
 
 
@@ -67,6 +73,7 @@ def rate(state_class: type, config: ModelConfig, kind: str, where: str, prefill_
         "of": where, "kind": kind, "lengths": list(lengths), "bytes": sizes, "constant_bytes": line.constant, "bytes_per_token": line.per_token,
         "off_the_line": line.off, "formula_constant": cost.constant, "formula_per_token": cost.per_token,
         "bf16_per_token": memory.expected(config, kind, prefill_chunk, "bf16").per_token,
+        "wrong_width_per_token": memory.expected(config, kind, prefill_chunk, "wrong width").per_token,
     }  # fmt: skip
     return [verdict], [Measurement("memory.rate", values=values)]
 
@@ -81,7 +88,7 @@ def footprint(state_class: type, config: ModelConfig, where: str, prefill_chunk:
         bounded("memory.promise", f"memory.promise[{where}]", float(measured.cache), 1, "KV bytes at 1,048,576 tokens"),
     ]
     values = {
-        "of": where, "tokens": MILLION, "kv_gb": measured.cache / 1e9, "formula_gb": formula / 1e9, "measured_by": measured.how,
+        "of": where, "tokens": MILLION, "kv_gb": measured.cache / 1e9, "formula_gb": formula / 1e9, "off_share": off, "measured_by": measured.how,
         "buffers_gb": measured.buffers / 1e9, "bf16_gb": memory.expected_total(config, MILLION, prefill_chunk, "bf16") / 1e9,
         "wrong_width_gb": memory.expected_total(config, MILLION, prefill_chunk, "wrong width") / 1e9,
         "wrong_width": f"bf16, indexer key taken to be {config.index_n_heads} * {config.index_head_dim} wide",
@@ -110,6 +117,7 @@ def reported(cache_module: Any, state_class: type, config: ModelConfig, where: s
     values = {
         "of": where, "lengths": lengths, "held": held, "formula": said, "constant_held": line.constant, "constant_said": constant,
         "per_token_held": line.per_token, "per_token_said": per_token, "total_over_length": held[0] / lengths[0],
+        "off_bytes": off,
     }  # fmt: skip
     return [verdict], [Measurement("memory.reported", values=values)]
 

@@ -23,6 +23,7 @@ TITLES: dict[str, tuple[str, str]] = {
     "graph": ("Captured graphs that decode was replayed from", "Host code saw the captured length, replays were at others. Taps copy into buffers that are poisoned before a replay: one that did not fire is not run. Prefill and single operations are not captured."),
     "device.kernels": ("The same kernels on the CPU device: what ran", "From the point named on, the GPU ran another kernel than the CPU device, so sums may stand in another order and the reference's limits hold."),
     "device.points": ("The same kernels on the CPU device: how near", "The isolated layers again, same input and state, prefill and the first decode steps; worst and typical row over the judged layers, relative L2; sets: queries that differ. Limits: gates device.*. Not looked at: later steps, and whatever is wrong on both."),
+    "waiver": ("Waivers of this run", "Known deviations that were accepted, each with its reason, its end and the verdicts that it met."),
     "seconds": ("Time of the run", ""),
     "early end": ("Where the fault profile ended", "Once a gate is red the models are not run further; what was not run then is no part of the verdict."),
     "reference_cache": ("Reference passes from an earlier run", "Production is never taken from there."),
