@@ -123,8 +123,9 @@ def _waivers(run: Run) -> list[str]:
         return []
     rows = [[text(run.verdicts[i].point), text(run.verdicts[i].phase or words.DASH), text(words.share(run.verdicts[i].spent)), text(waiver_words(run, run.verdicts[i]))] for i in given[:ROWS]]
     more = [f"… and {words.plural(len(given) - ROWS, 'more failure')} with a waiver in report.html", ""] if len(given) > ROWS else []
-    told = f"{words.plural(len(run.header.waivers), 'waiver was', 'waivers were')} given; {words.plural(len(run.waived), 'failure is', 'failures are')} accepted."
-    return ["### Waivers", "", told, "", *(table(["point", "phase", "spent", "waiver"], rows, (2,)) if rows else []), *more]
+    told = f"{words.plural(len(run.waived), 'failure is', 'failures are')} accepted."
+    terms = [f"* given: {text(words.anything(waiver))}" for waiver in run.header.waivers[:ROWS]]
+    return ["### Waivers", "", told, "", *terms, *([""] if terms else []), *(table(["point", "phase", "spent", "waiver"], rows, (2,)) if rows else []), *more]
 
 
 def _closest(run: Run) -> list[str]:

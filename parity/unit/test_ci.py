@@ -139,6 +139,8 @@ def test_a_waived_failure_stands_with_its_waiver_and_not_among_the_failures():
     assert "with 1 waiver" in page
     assert "### Failures" not in page
     assert "waived until 2025-06-30 by kernel team" in page
+    given = job_summary(split([header(waivers=[{"gate": "attn.core", **WAIVER}]), *whole(verdict_passing())[1:]]))
+    assert "* given: gate attn.core, reason sums in bf16" in given
     late = job_summary(split(whole(failing(1, waiver={**WAIVER, "until": "2025-01-01"}), verdict_passing())))
     assert "### Failures" in late
     assert "does not count" in late

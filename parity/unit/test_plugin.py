@@ -186,6 +186,7 @@ def test_a_fault_is_red_there_and_says_how_to_run_it_again(elsewhere):
         (("--parity", "/"), "with --parity only the audit's own tests run"),
         (("--parity", "parity/test_absent.py"), "parity/test_absent.py: no such file"),
         (("--parity", "--layers", "99"), "--layers 99"),
+        (("--parity", "--layers", "0", "-n", "2"), "-n 2: an audit is one process"),
         (("--layers", "0", "--phase", "decode", "--max-context", "9"), "unrecognized arguments: --max-context"),
     ],
 )
