@@ -116,7 +116,7 @@ class Compressor:
         """x [b, s, D] -> the state after these tokens, every group that they complete among its entries."""
         m, width = self.ratio, self.width
         position = length[:, None] + torch.arange(x.shape[1])
-        kv, gate = self.wkv(x), self.wgate(x) + self.ape[position % m]  # [b, s, c d']
+        kv, gate = self.policy.pool(self.wkv(x)), self.policy.pool(self.wgate(x)) + self.ape[position % m]  # [b, s, c d']
         kept = state.kv.shape[1]
         first, last = length // m, (length + lengths) // m  # this call completes entries first .. last - 1
         groups = int((last - first).max())
@@ -131,9 +131,9 @@ class Compressor:
                 kv_slots = torch.cat((kv_slots[:, :, :m, :width], kv_slots[:, :, m:, width:]), 2)
                 gate_slots = torch.cat((gate_slots[:, :, :m, :width], gate_slots[:, :, m:, width:]), 2)
             before_start = slot[..., None] < 0  # entry 0 has no previous group
-            pooled = ops.pool(kv_slots.masked_fill(before_start, 0), gate_slots.masked_fill(before_start, -torch.inf), self.sums)
+            pooled = ops.pool(kv_slots.masked_fill(before_start, 0), gate_slots.masked_fill(before_start, -torch.inf), self.sums, self.policy.pool)
             normed = self.policy.bf16(ops.rms_norm(self.policy.bf16(pooled), self.norm, self.eps, self.sums))
-            cos, sin = ops.rope_angles(entry * m, self.inv_freq)
+            cos, sin = (self.policy.angle(x) for x in ops.rope_angles(entry * m, self.inv_freq))
             stored = self.store(self.policy.bf16(ops.rope(normed, cos, sin)))  # [b, g, d']
             new = torch.zeros(x.shape[0], max(int(last.max()) - entries.shape[1], 0), width)
             row, group = (entry < last[:, None]).nonzero(as_tuple=True)
@@ -251,11 +251,11 @@ class Attention:
         """x [b, s, D] normed input -> y [b, s, D] and the state after the call."""
         c, policy, sums, emit = self.config, self.policy, self.sums, self.taps.emit
         position = state.length[:, None] + torch.arange(x.shape[1])  # [b, s]
-        cos, sin = ops.rope_angles(position, self.inv_freq)  # [b, s, r/2]
+        cos, sin = (policy.angle(x) for x in ops.rope_angles(position, self.inv_freq))  # [b, s, r/2]
 
         qr = policy.bf16(ops.rms_norm(self.wq_a(x), self.q_norm, c.rms_norm_eps, sums))
         q = self.wq_b(qr).unflatten(-1, (c.num_attention_heads, c.head_dim))  # [b, s, h, d]
-        q = policy.bf16(ops.rms_norm(q, None, c.rms_norm_eps, sums))
+        q = policy.bf16(ops.rms_norm(q, None, c.rms_norm_eps, sums, policy.q_factor))
         q = policy.bf16(ops.rope(q, cos[:, :, None], sin[:, :, None]))
         kv = policy.bf16(ops.rms_norm(self.wkv(x), self.kv_norm, c.rms_norm_eps, sums))
         kv = policy.kv(policy.bf16(ops.rope(kv, cos, sin)), c.qk_rope_head_dim)  # [b, s, d]
@@ -314,7 +314,7 @@ class Attention:
             keys = windows[:, here]
             if chosen.shape[-1]:
                 keys = torch.cat((keys, take(entries, chosen[:, here].clamp_min(0))), 2)
-            parts.append(ops.sparse_attention(q[:, here], keys, valid[:, here], self.attn_sink, self.sums, self.policy.p))
+            parts.append(ops.sparse_attention(q[:, here], keys, valid[:, here], self.attn_sink, self.sums, self.policy.p, self.policy.score))
         return self.policy.bf16(torch.cat(parts, 1))
 
 

@@ -115,8 +115,10 @@ def round_bf16(x: Tensor) -> Tensor:
 
 STORAGE = frozenset({"kv.e4m3", "compressor.e4m3", "indexer.q.e2m1", "indexer.compressor.e2m1"})
 PUBLISHED = STORAGE | {"linear_in.e4m3", "bf16"}
-POINTS = PUBLISHED | {"p.bf16"}
-NAMED = {"exact": frozenset[str](), "storage": STORAGE, "published": PUBLISHED}
+# What a plain BF16 model of a framework rounds besides the outputs at `bf16`; the published model keeps these in FP32.
+EAGER = frozenset({"p.bf16", "score.bf16", "rope.bf16", "q_factor.bf16", "pool.bf16", "post.bf16", "comb.bf16", "gate.bf16", "hidden.bf16"})
+POINTS = PUBLISHED | EAGER
+NAMED = {"exact": frozenset[str](), "storage": STORAGE, "published": PUBLISHED, "eager.bf16": EAGER | {"bf16"}}
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,41 @@ class Policy:
     def p(self, x: Tensor) -> Tensor:
         """exp(score - max) before it weighs the values; the denominator is not rounded."""
         return round_bf16(x) if "p.bf16" in self.points else x
+
+    def score(self, x: Tensor) -> Tensor:
+        """Attention logits q . k, before and after their scale."""
+        return self._narrow("score.bf16", x)
+
+    def angle(self, x: Tensor) -> Tensor:
+        """cos and sin of the rotation."""
+        return self._narrow("rope.bf16", x)
+
+    def q_factor(self, x: Tensor) -> Tensor:
+        """1 / rms of the weightless norm of a query head."""
+        return self._narrow("q_factor.bf16", x)
+
+    def pool(self, x: Tensor) -> Tensor:
+        """kv and gate of a compressor, and its softmax weights."""
+        return self._narrow("pool.bf16", x)
+
+    def post(self, x: Tensor) -> Tensor:
+        """Weights of a block's output per stream, and their products with it."""
+        return self._narrow("post.bf16", x)
+
+    def comb(self, x: Tensor) -> Tensor:
+        """The stream mixing matrix, and the mixed streams."""
+        return self._narrow("comb.bf16", x)
+
+    def gate(self, x: Tensor) -> Tensor:
+        """Router logits, scores and weights."""
+        return self._narrow("gate.bf16", x)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """silu(gate) of an expert, and its product with up before the expert's weight."""
+        return self._narrow("hidden.bf16", x)
+
+    def _narrow(self, point: str, x: Tensor) -> Tensor:
+        return round_bf16(x) if point in self.points else x
 
     @staticmethod
     def _stored(x: Tensor, rotary_dims: int) -> Tensor:

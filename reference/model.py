@@ -92,7 +92,7 @@ class HyperConnection:
 
     def post(self, y: Tensor, X: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         """The block's output y [b, s, D] put back: new residual streams [b, s, n, D]."""
-        X = self.policy.bf16(ops.hc_post(y, X, post, comb, self.sums))
+        X = self.policy.bf16(ops.hc_post(y, X, post, comb, self.sums, self.policy.post, self.policy.comb))
         self.taps.emit(f"{self.name}.X", X)
         return X
 

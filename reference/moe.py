@@ -25,8 +25,8 @@ class Gate:
     The bias takes part in the choice only; weights are the unbiased scores in every layer.
     """
 
-    def __init__(self, checkpoint: Checkpoint, layer: int, sums: Sums, decoded: Decoded) -> None:
-        self.config, self.sums = checkpoint.config, sums
+    def __init__(self, checkpoint: Checkpoint, layer: int, policy: Policy, sums: Sums, decoded: Decoded) -> None:
+        self.config, self.policy, self.sums = checkpoint.config, policy, sums
         self.name = f"layers.{layer}.ffn.gate"
         self.weight = Linear(checkpoint, self.name, Policy(frozenset()), sums, decoded)  # FP32 throughout
         self.tid2eid = self.bias = None
@@ -37,7 +37,7 @@ class Gate:
 
     def scores(self, x: Tensor) -> Tensor:
         """x [b, s, D] -> unbiased scores [b, s, experts]."""
-        return ops.gate_scores(self.weight(x), self.config.scoring_func, self.sums)
+        return ops.gate_scores(self.weight(x), self.config.scoring_func, self.sums, self.policy.gate)
 
     def choose(self, scores: Tensor, tokens: Tensor) -> Tensor:
         """Expert ids [b, s, k], ascending."""
@@ -49,7 +49,7 @@ class Gate:
     def weights(self, scores: Tensor, experts: Tensor) -> Tensor:
         """Weights of the given experts, in their order."""
         normalise = self.config.scoring_func != "softmax"
-        return ops.gate_weights(scores, experts, normalise, self.config.routed_scaling_factor, self.sums)
+        return ops.gate_weights(scores, experts, normalise, self.config.routed_scaling_factor, self.sums, self.policy.gate)
 
 
 class Expert:
@@ -68,7 +68,7 @@ class Expert:
         """x [..., D], weight [...] or None for the shared expert -> [..., D]."""
         gate, up = self.w1(x), self.w3(x)
         self.clamped += int((gate > self.limit).sum() + (up.abs() > self.limit).sum())
-        hidden = ops.swiglu(gate, up, self.limit)
+        hidden = ops.swiglu(gate, up, self.limit, self.policy.hidden)
         if weight is not None:
             hidden = hidden * weight[..., None]
         return self.w2(self.policy.bf16(hidden))
@@ -79,7 +79,7 @@ class MoE:
 
     def __init__(self, checkpoint: Checkpoint, layer: int, policy: Policy, sums: Sums, decoded: Decoded, taps: Taps) -> None:
         self.name, self.policy, self.sums, self.taps = f"layers.{layer}.ffn", policy, sums, taps
-        self.gate = Gate(checkpoint, layer, sums, decoded)
+        self.gate = Gate(checkpoint, layer, policy, sums, decoded)
         self.experts = [
             Expert(checkpoint, f"{self.name}.experts.{e}", policy, sums, decoded) for e in range(checkpoint.config.n_routed_experts)
         ]

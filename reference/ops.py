@@ -98,9 +98,17 @@ PLAIN = Sums()
 # ---- norms and rotation ----
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, sums: Sums = PLAIN) -> Tensor:
-    """weight * x * rsqrt(mean(x^2) + eps) over the last axis; weight None is 1."""
-    y = x * torch.rsqrt(sums.sum(x * x, -1, keepdim=True) / x.shape[-1] + eps)
+Rounding = Callable[[Tensor], Tensor]
+
+
+def unrounded(x: Tensor) -> Tensor:
+    """The rounding of a value that a policy does not round."""
+    return x
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, sums: Sums = PLAIN, round_factor: Rounding = unrounded) -> Tensor:
+    """weight * x * rsqrt(mean(x^2) + eps) over the last axis; weight None is 1. `round_factor` acts on the rsqrt."""
+    y = x * round_factor(torch.rsqrt(sums.sum(x * x, -1, keepdim=True) / x.shape[-1] + eps))
     return y if weight is None else weight * y
 
 
@@ -195,10 +203,15 @@ def hc_pre(
     return sums.sum(pre[..., None] * X, -2), pre, post, comb
 
 
-def hc_post(y: Tensor, X: Tensor, post: Tensor, comb: Tensor, sums: Sums = PLAIN) -> Tensor:
-    """X'[j] = post[j] * y + sum_i comb[i, j] * X[i]. NOTE: the first axis of comb is the source."""
-    mixed = sums.sum(comb[..., None] * X[..., :, None, :], -3)  # [..., i, j, D] summed over i
-    return post[..., None] * y[..., None, :] + mixed
+def hc_post(
+    y: Tensor, X: Tensor, post: Tensor, comb: Tensor, sums: Sums = PLAIN, round_post: Rounding = unrounded, round_comb: Rounding = unrounded
+) -> Tensor:
+    """X'[j] = post[j] * y + sum_i comb[i, j] * X[i]. NOTE: the first axis of comb is the source.
+
+    `round_post`, `round_comb` act on the weights and on their terms of the sum.
+    """
+    mixed = sums.sum(round_comb(comb)[..., None] * X[..., :, None, :], -3)  # [..., i, j, D] summed over i
+    return round_post(round_post(post)[..., None] * y[..., None, :]) + round_comb(mixed)
 
 
 def hc_head(
@@ -217,9 +230,12 @@ def complete_entries(position: Tensor, ratio: int) -> Tensor:
     return (position + 1) // ratio
 
 
-def pool(kv: Tensor, gate: Tensor, sums: Sums = PLAIN) -> Tensor:
-    """sum_t softmax_t(gate) * kv per channel: kv, gate [..., t, d'] -> [..., d']. A gate of -inf takes no part."""
-    return sums.sum(sums.softmax(gate, -2) * kv, -2)
+def pool(kv: Tensor, gate: Tensor, sums: Sums = PLAIN, round_p: Rounding = unrounded) -> Tensor:
+    """sum_t softmax_t(gate) * kv per channel: kv, gate [..., t, d'] -> [..., d']. A gate of -inf takes no part.
+
+    `round_p` acts on the softmax weights and on the terms of the sum.
+    """
+    return sums.sum(round_p(round_p(sums.softmax(gate, -2)) * kv), -2)
 
 
 def indexer_score(q: Tensor, keys: Tensor, weights: Tensor, complete: Tensor, sums: Sums = PLAIN) -> Tensor:
@@ -250,15 +266,17 @@ def sparse_attention(
     valid: Tensor,
     sink: Tensor,
     sums: Sums = PLAIN,
-    round_p: Callable[[Tensor], Tensor] = lambda p: p,
+    round_p: Rounding = unrounded,
+    round_score: Rounding = unrounded,
 ) -> Tensor:
     """Softmax attention of each query over its own keys, which are its values too; one more logit in the denominator.
 
     q [b, s, h, d], keys [b, s, v, d], valid [b, s, v] bool, sink [h] -> [b, s, h, d]; scale d^-0.5
-    Every query needs a valid key. sink -inf is a plain softmax, +inf gives 0. `round_p` acts on exp(score - max).
+    Every query needs a valid key. sink -inf is a plain softmax, +inf gives 0. `round_p` acts on exp(score - max), `round_score` on
+    q . k and on the score.
     """
     keys = keys.masked_fill(~valid[..., None], 0.0)
-    score = sums.einsum("bshd,bsvd->bshv", q, keys) * q.shape[-1] ** -0.5
+    score = round_score(round_score(sums.einsum("bshd,bsvd->bshv", q, keys)) * q.shape[-1] ** -0.5)
     score = score.masked_fill(~valid[:, :, None], -torch.inf)
     largest = score.amax(-1)  # [b, s, h]
     largest = torch.where(sink == torch.inf, largest, torch.maximum(largest, sink))
@@ -270,16 +288,17 @@ def sparse_attention(
 # ---- experts ----
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """silu(min(gate, L)) * clamp(up, -L, L)."""
-    return torch.nn.functional.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit)
+def swiglu(gate: Tensor, up: Tensor, limit: float, round_hidden: Rounding = unrounded) -> Tensor:
+    """silu(min(gate, L)) * clamp(up, -L, L). `round_hidden` acts on silu and on the product."""
+    return round_hidden(round_hidden(torch.nn.functional.silu(gate.clamp_max(limit))) * up.clamp(-limit, limit))
 
 
-def gate_scores(logits: Tensor, scoring: str, sums: Sums = PLAIN) -> Tensor:
-    """Router logits [..., experts] -> scores; scoring "sqrtsoftplus", "sigmoid" or "softmax"."""
+def gate_scores(logits: Tensor, scoring: str, sums: Sums = PLAIN, round_gate: Rounding = unrounded) -> Tensor:
+    """Router logits [..., experts] -> scores; scoring "sqrtsoftplus", "sigmoid" or "softmax". `round_gate` acts on every step."""
+    logits = round_gate(logits)
     if scoring == "softmax":
-        return sums.softmax(logits, -1)
-    return torch.sigmoid(logits) if scoring == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
+        return round_gate(sums.softmax(logits, -1))
+    return round_gate(torch.sigmoid(logits) if scoring == "sigmoid" else round_gate(torch.nn.functional.softplus(logits)).sqrt())
 
 
 def gate_choose(scores: Tensor, bias: Tensor, k: int) -> Tensor:
@@ -288,9 +307,11 @@ def gate_choose(scores: Tensor, bias: Tensor, k: int) -> Tensor:
     return order[..., :k].sort(-1).values
 
 
-def gate_weights(scores: Tensor, experts: Tensor, normalise: bool, route_scale: float, sums: Sums = PLAIN) -> Tensor:
+def gate_weights(
+    scores: Tensor, experts: Tensor, normalise: bool, route_scale: float, sums: Sums = PLAIN, round_gate: Rounding = unrounded
+) -> Tensor:
     """Unbiased scores of the chosen experts, divided by their sum (not for softmax), times the route scale."""
     weights = scores.gather(-1, experts)
     if normalise:
-        weights = weights / sums.sum(weights, -1, keepdim=True)
-    return weights * route_scale
+        weights = round_gate(weights / round_gate(sums.sum(weights, -1, keepdim=True)))
+    return round_gate(weights * route_scale)

@@ -204,6 +204,14 @@ def test_each_point_rounds_its_own_place_only() -> None:
         "linear_in.e4m3": lambda p: p.linear_in(x),
         "bf16": lambda p: p.bf16(x),
         "p.bf16": lambda p: p.p(x),
+        "score.bf16": lambda p: p.score(x),
+        "rope.bf16": lambda p: p.angle(x),
+        "q_factor.bf16": lambda p: p.q_factor(x),
+        "pool.bf16": lambda p: p.pool(x),
+        "post.bf16": lambda p: p.post(x),
+        "comb.bf16": lambda p: p.comb(x),
+        "gate.bf16": lambda p: p.gate(x),
+        "hidden.bf16": lambda p: p.hidden(x),
     }
     assert set(places) == formats.POINTS
     for point in formats.POINTS:

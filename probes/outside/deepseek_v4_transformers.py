@@ -26,7 +26,7 @@ from probes.outside.protocol import Call, Outside, Rows, first_output, wrap
 from reference import ops
 from reference.checkpoint import Checkpoint
 from reference.config import InputError, ModelConfig
-from reference.formats import decode_fp4_weight, decode_fp8_weight
+from reference.formats import Policy, decode_fp4_weight, decode_fp8_weight
 from reference.points import Taps
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -144,8 +144,7 @@ def points_of(config: ModelConfig) -> Rows:
         return torch.where(found < 0, torch.iinfo(found.dtype).max, found).sort(-1).values.masked_fill((found < 0).sort(-1).values, -1)
 
     def scores_of(call: Call) -> Tensor:  # its router gives logits, weights, ids; the point is the score
-        logits = _of_output(0)(call)
-        return ops.gate_scores(logits.float(), c.scoring_func).reshape(*call.positions.shape, -1)
+        return call.module.score_fn(_of_output(0)(call)).reshape(*call.positions.shape, -1)  # type: ignore[no-any-return]
 
     def experts(call: Call) -> Tensor:
         return call.output[2].sort(-1).values.reshape(*call.positions.shape, -1)  # type: ignore[no-any-return]
@@ -206,7 +205,7 @@ class TransformersDeepseekV4:
     def __init__(self, root: Any, config: ModelConfig, version: str, dtype: str) -> None:
         self.root, self.config, self.dtype = root, config, dtype
         self.name = f"transformers {version} deepseek_v4, {dtype}"
-        self.policy: frozenset[str] = frozenset()
+        self.policy = Policy.parse("exact" if dtype == "fp32" else "eager.bf16").points
         layers = len(root.model.layers)
         self.points = {point: where for point, where in points_of(config).items() if not point.startswith("layers.") or "{layer}" in point or int(point.split(".")[1]) < layers}
         self.notes = [

@@ -45,11 +45,12 @@ from reference.points import Taps, spec_of
 class Call:
     """One call of a submodule, as a row of `points` reads it.
 
-    args, kwargs, output   as the module got and gave them
+    module                 the submodule; args, kwargs, output as it got and gave them
     layer                  number of the layer in the module's name, None outside of layers
     positions              [b, s] int64, absolute position of each query of the running prefill or decode call
     """
 
+    module: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output: Any
@@ -158,7 +159,7 @@ class Outside:
 
                 def hook(module: nn.Module, args: Any, kwargs: Any, output: Any, rows: list[_Row] = rows) -> None:
                     for row in rows:
-                        shown = row.read(Call(args, kwargs, output, row.layer, positions))
+                        shown = row.read(Call(module, args, kwargs, output, row.layer, positions))
                         if shown is not None:
                             self.taps.emit(row.point, shown)
 
