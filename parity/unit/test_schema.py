@@ -19,6 +19,7 @@ from probes.core.records import (
     SCHEMA,
     TYPES,
     Divergence,
+    Header,
     Kernel,
     RecordError,
     Summary,
@@ -71,11 +72,13 @@ def test_a_stored_run_of_version_1_validates_and_is_read():
     assert [message for line in lines for message in wrong(line, 1)] == []
     run = read_run(GOLDEN)
     assert len(run) == len(lines)
-    assert run[0].schema == SCHEMA
-    assert (run[0].reds, run[0].waivers, run[0].redacted) == ({}, [], False)
-    assert run[-1].total == sum(isinstance(record, Verdict) for record in run)
-    assert isinstance(run[-1], Summary)
-    assert run[-1] == summarise(run, run[-1].seconds)
+    head, last = run[0], run[-1]
+    assert isinstance(head, Header)
+    assert isinstance(last, Summary)
+    assert head.schema == SCHEMA
+    assert (head.reds, head.waivers, head.redacted) == ({}, [], False)
+    assert last.total == sum(isinstance(record, Verdict) for record in run)
+    assert last == summarise(run, last.seconds)
 
 
 def test_a_run_of_version_1_written_again_is_one_of_this_version():
