@@ -159,7 +159,7 @@ def test_a_text_that_reads_like_a_number_stays_text():
         (to_line(HEADER).replace('"schema": 2', '"schema": 3'), "schema 3; this version reads 1 and 2"),
         (to_line(HEADER).replace('"schema": 2', '"schema": true'), "schema True"),
         (to_line(HEADER).replace(', "schema": 2', ""), "schema None"),
-        (to_line(HEADER).replace('"schema": 2', '"schema": 1'), "unknown fields ['baseline', 'redacted', 'reds', 'waivers']"),
+        (to_line(HEADER).replace('"schema": 2', '"schema": 1'), "unknown fields ['baseline', 'production', 'redacted', 'reds', 'waivers']"),
         (to_line(HEADER).replace('"reds": {}', '"reds": {"g": ["B1", 2]}'), "reds"),
         (to_line(summarise([verdict()])).replace('"verdict": "pass"', '"verdict": "passed"'), "expected pass, fail, incomplete"),
         (

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TextIO
 
 SCHEMA = 2  # what this version writes; docs and the published JSON Schema tell what a version promises
 READS = (1, 2)  # an older file is read as this schema: a field it does not know has its default
-ADDED = {2: {"header": ("reds", "redacted", "waivers", "baseline"), "verdict": ("waiver",), "summary": ("waived",)}}
+ADDED = {2: {"header": ("reds", "redacted", "waivers", "baseline", "production"), "verdict": ("waiver",), "summary": ("waived", "coverage")}}
 
 
 class RecordError(ValueError):
@@ -52,6 +52,7 @@ class Header:
     reds            gate -> ids of planted faults that a sweep saw turn it red
     redacted        the prompt's text is left out and token ids are hashed
     waivers         every waiver that was given, used or not; baseline  the run file that this one is compared with, as given
+    production      whose model, trace or logits were audited; empty: this project's production
     """
 
     type: ClassVar[str] = "header"
@@ -82,6 +83,7 @@ class Header:
     redacted: bool = False
     waivers: list[dict[str, Any]] = field(default_factory=list)
     baseline: str = ""
+    production: str = ""
     schema: int = SCHEMA
 
 
@@ -221,6 +223,7 @@ class Summary:
     """Last line of a run. verdict is "pass" only when every failure is waived, something passed and nothing asked was left out.
 
     failed   every failed verdict, waived ones too; waived  those of them that a waiver accepts
+    coverage what production showed of the asked points: full, partial (with how many), or logits only; the list is measurement "not covered"
     """
 
     type: ClassVar[str] = "summary"
@@ -235,6 +238,7 @@ class Summary:
     reasons: list[str] = field(default_factory=list)
     seconds: float = 0.0
     waived: int = 0
+    coverage: str = "full"
 
 
 Record = Header | Verdict | Measurement | Coverage | Kernel | Mechanism | Summary
