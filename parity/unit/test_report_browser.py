@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 BYTES = 5_000_000
-LOAD_SECONDS = 5.0
+LOAD_SECONDS = 5.0  # of processor time, which does not depend on what else the machine does
 RUNS: dict[str, Callable[[], list[Record]]] = {
     "few": lambda: synthetic_run(seed=1, layers=1, not_run=2, missing=1),
     "pass": lambda: synthetic_run(seed=2, layers=4, fails=0, not_run=0, missing=0, nan=False, hostile=False),
@@ -98,7 +98,12 @@ class Site:
         page.on("console", lambda message: complaints.append(f"console {message.type}: {message.text[:200]}"))
         page.on("pageerror", lambda error: complaints.append(f"exception: {error}"))
         page.on("request", lambda request: complaints.append(f"request: {request.url[:200]}"))
-        page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+
+        def refuse(dialog: Any) -> None:
+            complaints.append(f"dialog: {dialog.message}")
+            dialog.dismiss()
+
+        page.on("dialog", refuse)
         page.complaints = complaints  # type: ignore[attr-defined]
         return page
 
@@ -453,15 +458,21 @@ def test_the_published_size_opens_fast_and_is_small(site):
     assert {v.layer for v in verdicts if v.layer is not None} == set(range(61))
     assert max(v.step_last or 0 for v in verdicts) == 127
     assert len(verdicts) > 25_000
-    seconds = []
-    for _ in range(2):
-        page = site.open("large")
-        seconds.append(page.evaluate("() => performance.now()") / 1000)  # loaded, unpacked, sorted, drawn
+    session = site.browser.new_browser_cdp_session()
+
+    def spent() -> float:
+        return float(sum(p["cpuTime"] for p in session.send("SystemInfo.getProcessInfo")["processInfo"] if p["type"] == "renderer"))
+
+    blank = site.tab()
+    blank.goto("about:blank")
+    before = spent()
+    page = site.open("large")
+    seconds, wall = spent() - before, page.evaluate("() => performance.now()") / 1000  # loaded, unpacked, sorted, drawn
     usable = int(page.locator("html").get_attribute("data-ready") or 0)
     left_out = sum(int(n or 0) for n in page.evaluate("() => [...document.querySelectorAll('[data-left-out]')].map((e) => e.dataset.leftOut)"))
-    print(f"{len(verdicts)} gates: {usable} in the page, {left_out} left out; {path.stat().st_size:,} bytes; usable after {seconds[0]:.2f} and {seconds[1]:.2f} s")
+    print(f"{len(verdicts)} gates: {usable} in the page, {left_out} left out; {path.stat().st_size:,} bytes; usable after {seconds:.2f} s of processor time, {wall:.2f} s here")
     assert path.stat().st_size <= BYTES
-    assert 0 < min(seconds) < LOAD_SECONDS
+    assert 0.05 < seconds < LOAD_SECONDS
     assert usable + left_out == len(verdicts)
     failed = {f"v{i}" for i, v in enumerate(verdicts) if v.state is State.FAIL}
     assert failed == set(page.evaluate("() => [...document.querySelectorAll(\"tr[data-state='fail']\")].map((row) => row.id)"))
@@ -471,7 +482,7 @@ def test_no_number_that_is_none_is_shown_as_zero(site):
     page = site.open("wild")
     _everything(page)
     rows = dict(page.evaluate("() => [...document.querySelectorAll('tr[data-state]')].map((row) => [row.id, row.textContent])"))
-    odd = collections.Counter()
+    odd: collections.Counter[str] = collections.Counter()
     for i, v in enumerate(site.verdicts("wild")):
         if f"v{i}" not in rows:
             continue
@@ -484,7 +495,7 @@ def test_no_number_that_is_none_is_shown_as_zero(site):
     assert odd["NaN"] > 20
     assert odd["inf"] > 20
     text = page.locator("body").inner_text()
-    assert not re.search(r"Traceback|\bNone\b|\bnan\b|jinja2|\bundefined\b", text)
+    assert not re.search(r"Traceback|\bNone\b(?! seen)|\bnan\b|jinja2|\bundefined\b", text)
     assert "49" not in re.findall(r"\{\{ ?(\d+)", text), "a template in a record is text"
 
 
@@ -578,7 +589,7 @@ def test_a_link_leads_to_its_row_and_marks_it_also_when_it_is_filtered_away(site
 
     def looks(row: int) -> tuple[bool, bool]:
         """Marked, unlike another row; and in sight."""
-        return tuple(  # type: ignore[return-value]
+        return tuple(
             page.evaluate(
                 """(row) => {
                   const at = document.getElementById(row), other = [...document.querySelectorAll("tr[data-state]")].filter((r) => r !== at && r.checkVisibility()).pop();
