@@ -21,7 +21,21 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parity.unit.synthetic_run import HOSTILE, cut_off, header, synthetic_run, verdict
-from probes.core.records import Coverage, Header, Measurement, Record, RecordError, State, Summary, Verdict, read_run, to_line
+from probes.core.records import (
+    Coverage,
+    Divergence,
+    Header,
+    Kernel,
+    Measurement,
+    Record,
+    RecordError,
+    State,
+    Summary,
+    Verdict,
+    read_run,
+    summarise,
+    to_line,
+)
 from reports import heat, names, render, words
 from reports.__main__ import main
 from reports.render import render_run, report_html
@@ -380,3 +394,92 @@ def test_records_without_a_header_are_refused(tmp_path):
 def test_reports_need_no_torch():
     code = "import sys, reports.render, reports.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+# ---- the first screen, waivers, gates ----
+
+
+def judged_run(*verdicts: Verdict, **changes: object) -> list[Record]:
+    records: list[Record] = [header(**changes), Coverage("prefill", 0, "layers.0.attn.q", "free", 1, 1), *verdicts]  # type: ignore[arg-type]
+    return [*records, summarise(records)]
+
+
+def one(state: State = State.PASS, point: str = "layers.0.attn.q", **changes: object) -> Verdict:
+    return verdict(random.Random(0), point, "free", "prefill", 0, state=state, spent=2.0 if state is State.FAIL else 0.5, **changes)
+
+
+WAIVER = {"reason": "a known rounding", "until": "2025-06-30", "by": "somebody"}
+
+
+def test_a_waived_failure_is_never_a_plain_pass():
+    html = report_html(judged_run(one(), one(State.FAIL, "layers.0.attn.kv", waiver=WAIVER)))
+    page = Page(html)
+    assert 'data-verdict="pass"' in html
+    assert "✓ pass with 1 waiver" in page.words
+    assert "Ship only if you accept what is waived, none of it later than 2025-06-30" in page.words
+    assert page.counts["failed"] == page.counts["waived"] == "1"
+    assert [row["data-state"] for row in page.rows] == ["waived", "pass"]
+    assert "◇ 200%" in page.words, "the cell of the map"
+    assert page.words.count("waived until 2025-06-30 by somebody: a known rounding") == 2, "its card and its row"
+
+
+@pytest.mark.parametrize("waiver", [WAIVER | {"until": "2025-01-30"}, WAIVER | {"reason": ""}], ids=["run out", "without a reason"])
+def test_a_waiver_that_does_not_count_leaves_a_failure(waiver):
+    html = report_html(judged_run(one(), one(State.FAIL, "layers.0.attn.kv", waiver=waiver)))
+    page = Page(html)
+    assert 'data-verdict="fail"' in html
+    assert "Do not ship." in page.words
+    assert "with 1 waiver" not in page.words
+    assert [row["data-state"] for row in page.rows] == ["fail", "pass"]
+    assert "does not count (run out, or not whole)" in page.words
+
+
+def test_a_gate_shows_the_planted_faults_that_turn_it_red_or_that_none_is_known():
+    def reds(**changes: object) -> list[str]:
+        html = report_html(judged_run(one(gate="attn.q"), one(gate="attn.kv"), **changes))
+        return re.findall(r"<td data-reds>(.*?)</td>", html)
+
+    assert reds(reds={"attn.q": ["B001", "B060"]}) == ["B001, B060", "none seen"]
+    assert reds() == ["not recorded", "not recorded"]
+
+
+def first_screen(records: list[Record]) -> str:
+    return Page(report_html(records).split("<header>")[1].split("</header>")[0]).words
+
+
+def test_the_first_screen_says_what_is_not_recorded_and_leaves_nothing_blank():
+    html = report_html(judged_run(one(), device="cuda", environment={}, commit="", checkpoint_hash="", variants="", fault_score=""))
+    facts = re.findall(r"<dt>([^<]*)</dt><dd[^>]*>(.*?)</dd>", html.split("<header>")[1].split("</header>")[0])
+    assert all(value.strip() and "None" not in value for _, value in facts)
+    missing = {name for name, value in facts if "not recorded" in value}
+    assert missing == {"commit", "checkpoint", "kernels", "variants", "fault score", "GPU", "CUDA", "torch", "compiler", "platform"}
+
+
+def test_the_first_screen_holds_the_line_that_matters():
+    failed = one(State.FAIL, local=True, component="rope")
+    records = judged_run(one(point="layers.0.attn.kv"), failed)
+    divergence = Divergence(0, failed.point, "prefill", None, True, "rope", checked=7)
+    text = first_screen([*records[:-1], summarise(records[:-1], divergence=divergence)])
+    assert "layer 0, attn.q, prefill ; local: its inputs agree; component rope ; 2 times its limit ; first of 7 checked, 0 unobserved before it." in text
+    assert "Closest to its limit layers.0.attn.q, prefill" in first_screen(judged_run(one()))
+
+
+def test_kernels_that_ran_are_counted_per_architecture():
+    ran = [Kernel("rope", name, arch, build, 9) for name, arch, build in (("a", "sm_90a", "x"), ("b", "sm_90a", "x"), ("c", "cpu-x86_64", "y"))]
+    records = judged_run(one())
+    assert "2 kernels in 1 build for sm_90a and 1 kernel in 1 build for cpu-x86_64" in first_screen([records[0], *ran, *records[1:]])
+
+
+def test_a_cell_has_the_same_address_in_every_run_and_leads_to_its_worst_gate():
+    for records in (judged_run(one(State.FAIL), one()), judged_run(one(point="layers.0.attn.kv"), one(), one(State.FAIL))):
+        judged = [r for r in records if isinstance(r, Verdict)]
+        worst = next(i for i, v in enumerate(judged) if v.state is State.FAIL)
+        assert re.search(rf'id="cell-prefill-L0-attn.q"[^>]*><a href="#v{worst}">✗ 200%</a>', report_html(records))
+
+
+def test_every_section_is_listed_in_the_contents_and_long_tables_are_folded():
+    html = report_html(RUNS["fail"])
+    listed = re.findall(r'<a href="#([a-z]+)">', html.split("<nav")[1].split("</nav>")[0])
+    assert listed == re.findall(r'<section id="([a-z]+)"', html)
+    written = {path.stem for path in (ROOT / "reports" / "page" / "sections").glob("*.html")} - {"first"}
+    assert written == set(render.SECTIONS)
