@@ -6,6 +6,7 @@ And the measurements behind them, on a small invented audit, against values comp
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -45,7 +46,7 @@ def points_of(chart: Chart) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for s in chart.series for piece in s.pieces for x, y in (p.split(",") for p in piece.split())]
 
 
-def page_of(*measurements: Measurement, head: Header | None = None) -> str:
+def page_of(*measurements: Record, head: Header | None = None) -> str:
     records: list[Record] = [head or header(), *measurements, Summary("incomplete", 0, 0, 0, None, 0, reasons=["nothing was compared"])]
     return report_html(records)
 
@@ -64,7 +65,7 @@ def test_points_stand_where_their_logarithm_says():
     top, bottom = TOP, HEIGHT - BOTTOM
     middle = (top + bottom) / 2
     reach = (bottom - top) / 2 / 1.12
-    assert points_of(chart) == [
+    assert points_of(chart) == [  # type: ignore[comparison-overlap]
         (LEFT + 14, pytest.approx(middle + reach, abs=0.1)), ((LEFT + WIDTH - RIGHT) / 2, pytest.approx(middle, abs=0.1)), (WIDTH - RIGHT - 14, pytest.approx(middle - reach, abs=0.1)),
     ]  # fmt: skip
 
@@ -107,7 +108,8 @@ def test_what_has_no_place_is_named_and_never_drawn(value, word):
     assert [y for _, y in points_of(chart)].count(zero) == 1, "only the zero stands at zero"
     assert chart.series[0].crosses.count("M") == 6, "three crosses of two strokes"
     shown = [row[1] for row in chart.rows]
-    assert (word in shown[2] or word in ("negative", "too large")) and shown[2] != "0"
+    assert (word in shown[2] or word in ("negative", "too large"))
+    assert shown[2] != "0"
 
 
 def test_a_missing_value_is_a_gap_and_a_dash_in_the_table():
@@ -139,7 +141,7 @@ def test_ticks_never_crowd(layers):
     chart = made({n: 0.01 * (n + 1) for n in range(layers)})
     xs = [x for x, _ in chart.x_ticks]
     assert 1 <= len(xs) <= 15
-    assert all(b - a > 25 for a, b in zip(xs, xs[1:], strict=False))
+    assert all(b - a > 25 for a, b in itertools.pairwise(xs))
     assert len(chart.rows) == layers
     marks = chart.series[0].marks.count("M")
     assert marks == layers if layers <= charts.MOST_MARKS else 2 <= marks <= charts.MOST_MARKS + 1
@@ -219,11 +221,14 @@ def test_keys_stand_at_their_tokens():
     scale = (charts.MAP_WIDTH - charts.MAP_LEFT - RIGHT) / 41
     assert [lane.name for lane in drawn.lanes] == ["reference: window", "reference: selected", "production: window", "production: selected"]
     (window,) = blocks(drawn.lanes[0].path)
-    assert window == (pytest.approx(charts.MAP_LEFT + 33 * scale, abs=0.1), pytest.approx(8 * scale, abs=0.1))
+    assert window[0] == pytest.approx(charts.MAP_LEFT + 33 * scale, abs=0.1)
+    assert window[1] == pytest.approx(8 * scale, abs=0.1)
     starts = [x for x, _ in blocks(drawn.lanes[1].path)]
     assert starts == [pytest.approx(charts.MAP_LEFT + 4 * e * scale, abs=0.1) for e in (0, 1, 7)]
     assert [lane.note for lane in drawn.lanes] == ["8", "3 of 10", "8", "3 of 10"]
-    assert blocks(drawn.lanes[1].outline) == [(charts.MAP_LEFT, pytest.approx(40 * scale, abs=0.1))], "ten entries of four tokens are complete"
+    (outline,) = blocks(drawn.lanes[1].outline)
+    assert outline[0] == charts.MAP_LEFT
+    assert outline[1] == pytest.approx(40 * scale, abs=0.1), "ten entries of four tokens are complete"
     assert drawn.signs == []
 
 
@@ -275,7 +280,7 @@ def test_nothing_measured_is_said_and_no_empty_picture_drawn(name, said):
 
 
 def test_values_of_another_shape_never_break_the_page():
-    odd = ["x", None, [], {}, -1, 1e308, "nan", [[1, 0]], [[0, 10**9]], True, [None, "inf", {"a": 1}]]
+    odd: list[Any] = ["x", None, [], {}, -1, 1e308, "nan", [[1, 0]], [[0, 10**9]], True, [None, "inf", {"a": 1}]]
     keys = {
         "visible query": ["position", "ratio", "window_reference", "entries_missing", "window_keys", "different", "topk"],
         "drift steps": ["median", "worst", "limit", "first_over", "mod4_median", "mod128_median", "layers"], "drift layer": ["median", "worst", "limit", "first_over"],
@@ -289,7 +294,7 @@ def test_values_of_another_shape_never_break_the_page():
         base = query() if name == "visible query" else {}
         for value in odd:
             found += [Measurement(name, rng.choice([None, 2]), "decode", rng.choice([None, 3]), None, {**base, key: value, "site": "hc_attn"}) for key in listed]
-    html = page_of(*[from_line(to_line(m)) for m in found])  # type: ignore[misc]
+    html = page_of(*[from_line(to_line(m)) for m in found])
     assert "could not be drawn: the record is incomplete" in html
 
 
@@ -478,7 +483,7 @@ def test_not_a_number_is_over_every_limit_and_no_missing_row():
     assert values["first_over"]["step"] == 2
     assert not any(math.isnan(v) for i, v in enumerate(values["worst"]) if i != 2)
     assert math.isnan(next(m for m in found if m.name == "drift layer" and m.layer == 0).values["worst"])
-    page = page_of(*[from_line(to_line(m)) for m in found])  # type: ignore[misc]
+    page = page_of(*[from_line(to_line(m)) for m in found])
     assert "window, step 2: NaN" in page
 
 
@@ -486,7 +491,8 @@ def test_without_a_floor_there_is_no_limit_to_be_over():
     world = audit()
     world.floors["layers.0.hc_ffn.X"] = Floor()
     values = named(measure.drift_steps(world), "drift steps")["window"]
-    assert "limit" not in values and "first_over" not in values
+    assert "limit" not in values
+    assert "first_over" not in values
 
 
 def test_a_run_that_stopped_shows_the_steps_it_has():
@@ -523,7 +529,8 @@ def test_nan_in_the_logits_is_a_flip_and_stays_nan():
     world.held["production", "logits", "decode"][0, 1, 3] = NAN
     v = measure.logits_steps(world)[0].values
     assert v["same_top1"][1] == 1
-    assert math.isnan(v["largest_error"][1]) and math.isnan(v["kl"][1])
+    assert math.isnan(v["largest_error"][1])
+    assert math.isnan(v["kl"][1])
     assert v["first_flips"][0]["production_text"] == "NaN in the logits"
 
 
