@@ -119,7 +119,7 @@ NOT_ACCEPTED = {
 def test_what_is_not_accepted_fails_the_run_and_the_waiver_says_why(name, tmp_path):
     entry, change, words = NOT_ACCEPTED[name]
     waivers = waivers_of(tmp_path, entry)
-    verdict = waivers.judge(replace(RED, **change))
+    verdict = waivers.judge(replace(RED, **change))  # type: ignore[arg-type]
     assert verdict.waiver is None
     assert summarise([verdict, GREEN]).verdict == "fail"
     assert words in waivers.lines()[0]
