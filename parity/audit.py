@@ -652,6 +652,10 @@ class Audit:
         """Whose recorded values a mode is held against: here the reference's own chain, whose input isolated layers got too."""
         return "reference"
 
+    def keys_of(self, who: str) -> str:
+        """Whose stored keys the attention of `isolated`, a twin or the reference reads in decode: the reference's, as its state was transplanted."""
+        return "reference"
+
     def exposes(self, point: str) -> bool:
         """Whether production can show a point at all; ours shows every one."""
         return True

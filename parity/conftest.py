@@ -14,6 +14,7 @@ from parity import gates, selection
 from parity.audit import Audit, Floor
 from parity.evaluate import judge_values
 from parity.gates import OPERATIONS
+from parity.outside import NotExposedError
 from parity.selection import Case
 from parity.session import RUN, NotLoadedError, again_options, not_due, run_of
 from probes.core.inputs import Hostile
@@ -111,6 +112,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     run = item.config.stash.get(RUN, None)
     if run is not None and run.device_reason is not None and report.skipped:
         report.longrepr = (str(item.config.rootpath / "parity"), None, run.device_reason)  # type: ignore[assignment]  # one place, so one line
+    error = call.excinfo.value if call.excinfo is not None else None
+    if run is not None and run.outsider is not None and isinstance(error, NotExposedError):
+        run.outsider.not_covered.add(error.point, item.nodeid)
+        run.judged.add(item.nodeid)
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, str(error))
     if run is None or item.nodeid in run.judged:
         return report
     base = _base(item)

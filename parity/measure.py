@@ -315,7 +315,7 @@ def mass(audit: Audit, layer: int, phase: str) -> list[Measurement]:
     names = [f"layers.{layer}.attn.{name}" for name in ("q", "kv", "visible", *(["compressor"] if audit.config.ratio(layer) else []))]
     if not all(_all_fired(audit, who, part, names) for who in ("isolated", "reference") for part in ("prefill", phase)):
         return []
-    got, want = (witness.masses(audit, who, layer, phase) for who in ("isolated", "reference"))
+    got, want = (witness.masses(audit, who, layer, phase) for who in ("isolated", audit.reference_of("isolated")))
     valid = audit.valid_over(phase, _steps(audit, phase))
     values: dict[str, Any] = {}
     for part in PARTS:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.audit import Audit, Floor, ReferencePass
+from parity.audit import KEPT, Audit, Floor, ReferencePass
 from probes.core.rows import rows_of
 from reference.points import INDICES, layer_of, spec_of
 
@@ -106,6 +106,8 @@ class OutsideAudit(Audit):
             spec = spec_of(point)
             if spec.kind != INDICES and trace.fired(point, phase, step):
                 want, got = self._want(mode, point, phase, step), trace.get(point, phase, step)
+                if mode == "isolated" and point.endswith(KEPT):
+                    self.twin_values[number, point, phase, step] = got
                 floor = floors.setdefault((mode, point), self._new_floor(mode, point))
                 floor.add(got, want, spec.kind, rows_of(spec, mode, want.dim()), self.valid(phase), number, (phase, step))
 
@@ -121,6 +123,10 @@ class OutsideAudit(Audit):
 
     def reference_of(self, mode: str) -> str:
         return "alone" if mode == "isolated" else "reference"
+
+    def keys_of(self, who: str) -> str:
+        """Production reads its own; the reference's side those of its layers alone."""
+        return "production" if who == "isolated" else "alone"
 
     def exposes(self, point: str) -> bool:
         return point in self.exposed

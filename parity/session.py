@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 import torch
 
-from parity import device_witness, evaluate, planted, score, selection, stored, terminal
+from parity import device_witness, evaluate, outsider, planted, score, selection, stored, terminal
 from parity.attribution import first_divergence, operations_behind
 from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
 from parity.cache import ReferenceCache, cache_folder, checkpoint_facts, code_hash, machine_facts
@@ -35,6 +35,7 @@ from parity.gates import with_numbers
 from parity.isolation import REPRO, strength, strengthened, with_repro
 from parity.measure import measurements
 from parity.mechanisms import mechanisms, unexercised
+from parity.outside import OutsideAudit
 from parity.redact import NO_REPRO, Redactor, decoder_of
 from parity.waivers import Waivers, read_waivers, unwaived, waived_before
 from probes.core import inputs
@@ -87,6 +88,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--device", default="cpu", metavar="cpu|cuda", help="where production runs (default: cpu)")
     group.addoption("--decode", default=None, metavar="eager|replay", help="how production decodes: launch by launch, or from a captured graph that is replayed at other lengths (default: eager)")
     group.addoption("--variants", default=None, metavar="portable|fast", help="kernel variants that production runs (default: fast on sm_90a, else portable)")
+    outsider.add_options(group)
     group.addoption("--max-context", default=str(DEFAULT_MAX_CONTEXT), metavar="N", help="tokens the KV cache holds (default: 8192)")
     group.addoption("--report", default=None, metavar="DIR", help="where run.jsonl, report.html and junit.xml go (default: reports/runs/<date>-<commit>)")
     group.addoption("--no-cache", action="store_true", help="compute the reference and its twins even if an earlier run left them in ~/.cache/dsv4-parity/reference (DSV4_PARITY_CACHE moves it)")
@@ -129,6 +131,8 @@ def ignore_collect(path: Path, config: pytest.Config) -> bool | None:
     run = config.stash.get(RUN, None)
     if path.name == "test_graph.py" and run is not None and "decode" not in run.phases:
         return True
+    if run is not None and run.door and path.name.startswith("test_") and path.parent == PARITY and path.name not in outsider.FILES:
+        return True  # it judges this project's own production
     return None
 
 
@@ -177,6 +181,8 @@ class Run:
     progress: terminal.Progress | None = None
     stopped_by: str = ""
     on_interrupt: Any = None
+    door: str = ""
+    outsider: outsider.Outsider | None = None
     _behind: frozenset[str] | None = None
 
     def operations_behind(self) -> frozenset[str] | None:
@@ -246,6 +252,7 @@ def _checked(config: pytest.Config) -> Run:
     for arg, path in zip(config.args, _asked_paths(config), strict=True):
         if not path.exists():
             raise InputError(f"{arg}: no such file or directory")
+    door = outsider.asked(config)
     profile = option("--profile") or ("full" if option("--inject") is None else "faults")
     for name, allowed in (("--phase", (*selection.PHASES, "both")), ("--device", DEVICES), ("--profile", PROFILES)):
         if (profile if name == "--profile" else option(name)) not in allowed:
@@ -286,7 +293,7 @@ def _checked(config: pytest.Config) -> Run:
         raise InputError(f"prompt of {plural(longest, 'token')} and {plural(needed - longest, 'step')} need {plural(needed, 'token')}, --max-context is {max_context}")
     return Run(
         config, phases, layers, steps if "decode" in phases else 0, max_context, option("--device"), directory, prompts, fault, _report_dir(option("--report"), config), profile=profile,
-        waivers=waivers, baseline=baseline, reds=score.known_reds(), decode=option("--decode") or (fault.decode if fault else "") or "eager", variants=option("--variants") or (fault.variants if fault else "") or None,
+        waivers=waivers, baseline=baseline, door=door, reds=score.known_reds(), decode=option("--decode") or (fault.decode if fault else "") or "eager", variants=option("--variants") or (fault.variants if fault else "") or None,
     )  # fmt: skip
 
 
@@ -428,18 +435,24 @@ def _load(run: Run) -> None:
     assert run.progress is not None
     tell = run.progress.say
     policy: Any = "published"
+    production = None
     try:
-        from production.model import POLICY
+        if run.door:
+            run.outsider = open_door(run, layers)
+            production, policy = run.outsider.production, run.outsider.production.policy
+        else:
+            from production.model import POLICY
 
-        policy = POLICY
+            policy = POLICY
+    except InputError:
+        raise
     except Exception as error:
-        run.load_crash = f"import production: {type(error).__name__}: {error}"
+        run.load_crash = f"{outsider.DOORS[run.door] if run.door else 'import production'}: {type(error).__name__}: {error}"
     torch.set_num_threads(1 if Checkpoint(run.checkpoint_dir, range(1)).config.hidden_size < 2048 else max(1, os.cpu_count() or 1))
     with contextlib.redirect_stderr(_Lines(tell)):
         model = reference.load(run.checkpoint_dir, policy=policy, layers=layers, max_context=run.max_context)
     twins = [model.twin(order) for order in TWIN_ORDERS]
-    production = None
-    if run.load_crash is None:
+    if run.load_crash is None and production is None:
         try:
             production = load_production(run)
         except Exception as error:
@@ -449,12 +462,13 @@ def _load(run: Run) -> None:
         phases=run.phases, layers=run.layers, steps=run.steps, max_context=run.max_context, checkpoint_dir=str(run.checkpoint_dir),
     )  # fmt: skip
     cache = None
-    if not run.config.getoption("--no-cache"):
+    if not run.config.getoption("--no-cache") and not run.door:
         facts = {"checkpoint": checkpoint_facts(run.checkpoint_dir, layers), "code": code_hash(), **machine_facts()}
         cache = ReferenceCache(cache_folder(), facts)
-    run.audit = Audit(model, production if production is not None else _Missing(model, str(run.load_crash)), twins, plan, say=tell, cache=cache)
+    kind = OutsideAudit if run.door else Audit
+    run.audit = kind(model, production if production is not None else _Missing(model, str(run.load_crash)), twins, plan, say=tell, cache=cache)
     run.audit.faulty = run.fault is not None
-    if production is not None and asks_for_witness(run):
+    if production is not None and not run.door and asks_for_witness(run):
         run.audit.beside = device_witness.Beside.load(run.checkpoint_dir, production, run.max_context, layers)
     if run.profile == "faults":
         run.audit.red = lambda audit, phase, step, alone: evaluate.any_red(audit, phase, step, alone) or stored.any_red(audit, phase, step)
@@ -464,6 +478,12 @@ def _load(run: Run) -> None:
         run.config.option.no_summary = True  # one reason for everything: the verdict's line says it
     if run.config.getoption("--redact"):
         run.redactor = Redactor(run.prompts, Checkpoint(run.checkpoint_dir, layers).hash(), decoder_of(run.checkpoint_dir), run.config.getoption("--prompt") or (), run.steps)
+
+
+def open_door(run: Run, layers: range) -> outsider.Outsider:
+    """Somebody else's production, as the command line names it. Raises InputError."""
+    option = run.config.getoption
+    return outsider.open_production(option("--production"), option("--dtype"), run.checkpoint_dir, layers, run.max_context, run.device)
 
 
 def load_production(run: Run) -> Any:
@@ -570,6 +590,8 @@ def header(run: Run) -> Header:
     if run.profile == "faults":
         notes.append("fault profile: the models' runs end where a gate is red, and what was not run then is no part of the verdict")
     checkpoint = Checkpoint(run.checkpoint_dir, range(max(run.layers) + 1))
+    if run.outsider is not None:
+        notes += [f"{run.outsider.name}: {note}" for note in getattr(run.outsider.production, "notes", ())]
     if checkpoint.ignored:
         notes.append(f"{len(checkpoint.ignored)} mtp tensors ignored")
     return Header(
@@ -583,7 +605,7 @@ def header(run: Run) -> Header:
         device=run.device, policy=sorted(run.audit.production.policy), phases=list(run.phases), layers=list(run.layers), layers_run=list(run.audit.layers_run),
         prompts=[p.label for p in run.prompts], tokens=[len(p.ids) for p in run.prompts], steps=run.steps, max_context=run.max_context,
         decode=run.decode, variants=_plan(run), inject=run.fault.id if run.fault else None, notes=notes, fault_score=score.standing(),
-        waivers=[waiver.terms() for waiver in run.waivers.all], baseline=run.config.getoption("--baseline") or "", reds=run.reds,
+        production=run.outsider.name if run.outsider is not None else "", waivers=[waiver.terms() for waiver in run.waivers.all], baseline=run.config.getoption("--baseline") or "", reds=run.reds,
     )  # fmt: skip
 
 
@@ -602,7 +624,7 @@ def command_line(config: pytest.Config) -> str:
     return shlex.join(["pytest", *map(str, config.invocation_params.args)])
 
 
-AGAIN = ("phase", "layers", "checkpoint", "prompt", "steps", "device", "decode", "variants", "max_context", "profile", "inject", "faults")
+AGAIN = ("production", "dtype", "phase", "layers", "checkpoint", "prompt", "steps", "device", "decode", "variants", "max_context", "profile", "inject", "faults")
 
 
 def again_options(config: pytest.Config) -> str:
@@ -633,13 +655,18 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     _record_unreached(session, run)
     narrowed = _narrowed(session)
     facts: list[Record] = [] if narrowed else list(coverage(run))
-    found = [*facts, *measurements(run.audit), *device_witness.measurements(run.audit), *run.audit.cache_facts(), *graphs(run.audit), *mechanisms(run.audit, ledger.records), *kernels(run)]
+    with run.audit.lenient() if isinstance(run.audit, OutsideAudit) else contextlib.nullcontext():
+        found = [*facts, *measurements(run.audit), *device_witness.measurements(run.audit), *run.audit.cache_facts(), *graphs(run.audit), *mechanisms(run.audit, ledger.records), *kernels(run)]
+    if run.outsider is not None:
+        found += run.outsider.not_covered.measurements()
     for record in [*found, *run.waivers.facts()]:
         run.record(record)
     if run.audit.stopped:
         run.record(Measurement("early end", values={"reason": run.audit.stopped}))
     divergence = _divergence(run)
     summary = summarise(ledger.records, time.perf_counter() - run.started, divergence)
+    if run.outsider is not None and isinstance(run.audit, OutsideAudit):
+        summary = replace(summary, coverage=run.outsider.words(run.audit))
     if narrowed:
         summary = replace(summary, reasons=[*summary.reasons, narrowed], verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
     else:
@@ -675,6 +702,8 @@ def _divergence(run: Run) -> Divergence | None:
         return replace(divergence, no_repro=NO_REPRO)
     if run.stopped_by:
         return replace(divergence, no_repro=f"the run was stopped: {run.stopped_by}")
+    if run.outsider is not None:
+        return replace(divergence, no_repro=f"{run.outsider.name}: its layers cannot be run alone from here")
     return with_repro(divergence, counted, run.audit, run.report_dir, str(_near(run.report_dir / REPRO)), command_line(run.config))
 
 

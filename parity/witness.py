@@ -357,10 +357,10 @@ def masses(audit: Audit, who: str, layer: int, phase: str, twin: int | None = No
             asked: list[int | None] = [None] if phase == "prefill" else list(range(audit.plan.steps))
             return join(f"{name}.{point}", [audit.twin_values[twin, f"{name}.{point}", phase, step].float() for step in asked])
 
-        visible = audit.values("reference" if twin is not None else who, f"{name}.visible", phase, steps)
+        visible = audit.values(audit.reference_of("isolated") if twin is not None else who, f"{name}.visible", phase, steps)
         size = int(audit.positions(phase, steps).max()) + 1
         own = stored_keys(value("kv"), position, value("compressor") if ratio else None, ratio, size)
-        keys = own if phase == "prefill" else _tables(audit, "reference", layer, ("prefill", "decode"))
+        keys = own if phase == "prefill" else _tables(audit, audit.keys_of(who), layer, ("prefill", "decode"))
         sink = audit.reference.blocks[layer].attn.attn_sink
         found = attend(value("q"), visible, position, keys, sink, c.sliding_window, ratio, None if phase == "prefill" else own, torch.float32)
         return found.mass
@@ -372,13 +372,14 @@ def judge_masses(audit: Audit, layer: int, phase: str) -> Verdict:
     """Attention on raw and pooled copies of the same tokens, on all window and all compressed keys, and on the sink (P5)."""
     point, gate = f"layers.{layer}.attn.core", GATES["attn.mass"]
     base = Verdict("attn.mass", point, "isolated", State.NOT_RUN, "share of attention, largest difference", layer=layer, phase=phase, component="attention core", local=True, why=gate.why)
-    points = [p for who in ("isolated", "reference") for p in _attention_points(audit, who, layer)]
+    other = audit.reference_of("isolated")
+    points = [p for who in ("isolated", other) for p in _attention_points(audit, who, layer)]
     for part in ("prefill", phase):
         missing = _missing(audit, base, points, part)
         if missing is not None:
             return missing
     valid = audit.valid_over(phase, _steps(audit, phase))
-    got, want = masses(audit, "isolated", layer, phase), masses(audit, "reference", layer, phase)
+    got, want = masses(audit, "isolated", layer, phase), masses(audit, other, layer, phase)
     twins = [masses(audit, "twin", layer, phase, i) for i in range(len(audit.twins)) if _twin_kept(audit, i, layer, phase)]
     worst, parts, decisive = None, {}, None
     for part in PARTS:

@@ -1,0 +1,99 @@
+"""The doors for somebody else's production: what `--production`, `--trace` and `--logits` name, opened and described.
+
+    outsider = open_outsider(config, checkpoint_dir, layers, max_context, device)      # None: this project's own production
+
+Which tests of the audit apply is decided here: those that read recorded points. What production does not show is collected
+as `NotCovered` and told in the verdict, never passed. Tests: parity/unit/test_outsider.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parity.outside import OutsideAudit
+from probes.core.records import Measurement
+from probes.core.wording import plural
+from probes.outside import deepseek_v4_transformers
+from probes.outside.protocol import accepts, load_factory, wrap
+from reference.config import InputError
+from reference.points import layer_of
+
+DOORS = {"production": "--production", "trace_dir": "--trace", "logits": "--logits"}
+# Tests that read recorded points only; the others run layers, operations or states of this project's production.
+FILES = frozenset({"test_layers.py", "test_logits.py", "test_text.py", "test_visible.py", "test_mixing.py"})
+OPTIONS_OF_OURS = ("decode", "variants", "inject", "faults")
+
+
+def add_options(group: Any) -> None:
+    """The doors on the command line."""
+    group.addoption("--production", default=None, metavar="transformers|MODULE:FACTORY", help="audit this model instead of the project's own production (probes/outside/protocol.py)")
+    group.addoption("--dtype", default=None, metavar="fp32|bf16", help="of --production, where it can choose (default: fp32)")
+
+
+@dataclass
+class NotCovered:
+    """Points that production does not show, with the tests that would have judged them."""
+
+    tests: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, point: str, test: str) -> None:
+        self.tests.setdefault(point, []).append(test)
+
+    def measurements(self) -> list[Measurement]:
+        """One line a point: how many tests could not judge it."""
+        return [Measurement("not covered", layer=layer_of(point), point=point, values={"tests": len(tests), "first": tests[0]}) for point, tests in self.tests.items()]
+
+
+@dataclass
+class Outsider:
+    """One opened door.
+
+    name        for the header; production  the object that stands in the audit for production (probes/outside/protocol.py)
+    coverage    "" until points are known to be missing; "logits only" where nothing else can be shown
+    """
+
+    name: str
+    production: Any
+    coverage: str = ""
+    not_covered: NotCovered = field(default_factory=NotCovered)
+
+    def words(self, audit: OutsideAudit) -> str:
+        """How much was covered: full, partial with the count, logits only."""
+        missing, asked = audit.uncovered(), audit.free_points
+        if self.coverage:
+            return self.coverage
+        return f"partial: {len(asked) - len(missing)} of {plural(len(asked), 'point')} shown" if missing or self.not_covered.tests else "full"
+
+
+def asked(config: pytest.Config) -> str:
+    """Which door the command line names; empty: none. Raises InputError on two, or on options that only this project's production has."""
+    named = [door for door in DOORS if config.getoption(door, None) is not None]
+    if not named:
+        if config.getoption("dtype", None) is not None:
+            raise InputError("--dtype: it needs --production")
+        return ""
+    if len(named) > 1:
+        raise InputError(f"{DOORS[named[0]]} and {DOORS[named[1]]}: one of them")
+    for option in OPTIONS_OF_OURS:
+        if config.getoption(option, None) is not None:
+            raise InputError(f"--{option} with {DOORS[named[0]]}: it is for this project's own production")
+    return named[0]
+
+
+def open_production(name: str, dtype: str | None, checkpoint_dir: Path, layers: Sequence[int], max_context: int, device: str) -> Outsider:
+    """The model behind `--production`. Raises InputError where it is no such model; errors of its own code pass."""
+    if name == "transformers":
+        model = deepseek_v4_transformers.load(checkpoint_dir, layers=layers, max_context=max_context, device=device, dtype=dtype or "fp32")
+    else:
+        factory = load_factory(name)
+        given = {"layers": layers, "max_context": max_context, "device": device} | ({} if dtype is None else {"dtype": dtype})
+        taken = accepts(factory, given)
+        if dtype is not None and "dtype" not in taken:
+            raise InputError(f"--dtype {dtype}: {name} takes none")
+        model = wrap(factory(checkpoint_dir, **taken), layers)
+    return Outsider(model.name, model)
