@@ -4,7 +4,7 @@
     latents(device, Latents(...), [Pooling(...), ...])
 
 Each gives the bits of the wrappers it stands for, which its docstring names, and fits the widths that `fits_at_once` says. T = flat
-tokens of a call, position [T] i32 is -1 for pads. A kernel that cannot run raises KernelError: nothing falls back. Tests:
+tokens of a call, position [T] i32 is -1 for pads. Outputs share no memory with inputs or with each other. A kernel that cannot run raises KernelError: nothing falls back. Tests:
 pytest parity/test_operations_at_once.py.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from production.launch import Argument, Device
+from production.ops.arguments import apart as _apart
 from production.ops.arguments import ceil_div as _ceil
 from production.ops.arguments import need as _need
 from production.ops.arguments import packed as _packed
@@ -39,6 +40,7 @@ MOST_EXPERTS, MOST_CHOSEN = 1024, 32  # as in router.cuh
 ROW_TOKENS = 4  # as in latents.cu
 BLOCK = STREAM_WARPS * 32
 
+NO_PRODUCT = (None, None)
 Weight = tuple[Tensor, Tensor]  # FP8: codes [N, K] u8 and scale [ceil(N / 128), ceil(K / 128)] u8
 
 
@@ -67,6 +69,9 @@ def swiglu_quant(
         _shape("swiglu_quant", name, tensor, T, width)
     _shape("swiglu_quant", "weight", weight, R)
     _packed("swiglu_quant", gate=gate, up=up, weight=weight, h_q=h_q, shared_gate=shared_gate, shared_up=shared_up, shared_h_q=shared_h_q)
+    _apart(
+        "swiglu_quant", {"h_q": h_q, "shared_h_q": shared_h_q}, {"gate": gate, "up": up, "weight": weight, "shared_gate": shared_gate, "shared_up": shared_up}
+    )  # fmt: skip
     _need(width % 8 == 0, "swiglu_quant", f"width {width} is no multiple of 8")
     if R + T:
         args = (gate, up, weight, h_q, R, shared_gate, shared_up, shared_h_q, T, width, limit)
@@ -80,6 +85,7 @@ def combine_rows(dev: Device, down: Tensor, experts: Tensor, shared: Tensor, rou
     for name, tensor in (("shared", shared), ("routed", routed), ("out", out)):
         _shape("combine_rows", name, tensor, T, D)
     _packed("combine_rows", down=down, experts=experts, shared=shared, routed=routed, out=out)
+    _apart("combine_rows", {"routed": routed, "out": out}, {"down": down, "experts": experts, "shared": shared})
     _need(D % 8 == 0, "combine_rows", f"D {D} is no multiple of 8")
     if T:
         dev.launch("rows_quant", "combine_rows", (T, _ceil(D, 1024)), (128,), (down, experts, shared, routed, out, k, D))
@@ -142,6 +148,15 @@ def project_hidden(
     else:
         bf16.append(_bf16("project_hidden", T, D, *weights_proj[:2]))
         args += [*weights_proj[:2], *bf16[-1], weights_proj[2]]
+    (main_kv, main_gate), (index_kv, index_gate) = (pair or (NO_PRODUCT, NO_PRODUCT) for pair in (compressor, index_compressor))
+    _apart(
+        "project_hidden",
+        {"qr_raw": wq_a[1], "kv_raw": wkv[1], "kv of the compressor": main_kv[1], "gate of the compressor": main_gate[1], "kv of the indexer's": index_kv[1],
+         "gate of the indexer's": index_gate[1], "index_weights": weights_proj and weights_proj[1]},
+        {"x": x, "x_q": x_q, "wq_a": wq_a[0][0], "scale of wq_a": wq_a[0][1], "wkv": wkv[0][0], "scale of wkv": wkv[0][1], "wkv of the compressor": main_kv[0],
+         "wgate of the compressor": main_gate[0], "wkv of the indexer's": index_kv[0], "wgate of the indexer's": index_gate[0],
+         "weights_proj": weights_proj and weights_proj[0]},
+    )  # fmt: skip
     if T:
         dev.launch("projections", "project_hidden", (_ceil(T, STREAM_TOKENS), _blocks(1, *fp8, *bf16)), (BLOCK,), args)
 
@@ -153,6 +168,11 @@ def project_latents(dev: Device, qr_q: Tensor, wq_b: tuple[Weight, Tensor], inde
     sizes = [_fp8("project_latents", T, K, *given) for given in (wq_b, index_wq_b) if given is not None]
     args: list[Argument] = [qr_q, T, K, *wq_b[0], wq_b[1], *sizes[0]]
     args += [None, None, None, 0, 1] if index_wq_b is None else [*index_wq_b[0], index_wq_b[1], *sizes[1]]
+    (index_codes, index_scale), index_out = index_wq_b or (NO_PRODUCT, None)
+    _apart(
+        "project_latents", {"q_raw": wq_b[1], "index_q_raw": index_out},
+        {"qr_q": qr_q, "wq_b": wq_b[0][0], "scale of wq_b": wq_b[0][1], "the indexer's wq_b": index_codes, "scale of the indexer's wq_b": index_scale},
+    )  # fmt: skip
     if T:
         dev.launch("projections", "project_latents", (_ceil(T, STREAM_TOKENS), _blocks(2, *sizes)), (BLOCK,), args)
 
@@ -164,6 +184,7 @@ def project_router(dev: Device, x: Tensor, x_q: Tensor, gate: Tensor, logits: Te
     _packed("project_router", x=x, x_q=x_q)
     _need(D % 8 == 0, "project_router", f"D {D} is no multiple of 8")
     size = _bf16("project_router", T, D, gate, logits)
+    _apart("project_router", {"x_q": x_q, "logits": logits}, {"x": x, "gate": gate})
     if T:
         dev.launch("projections", "project_router", (_ceil(T, STREAM_TOKENS), _blocks(1, size) + T), (BLOCK,), (x, x_q, T, D, gate, logits, *size))
 
@@ -191,6 +212,11 @@ def project_shared(
         "project_shared", x_q=x_q, logits=logits, scores=scores, bias=bias, tid2eid=tid2eid, tokens=tokens, position=position,
         experts=experts, weights=weights,
     )  # fmt: skip
+    _apart(
+        "project_shared", {"gate": w1[1], "up": w3[1], "scores": scores, "experts": experts, "weights": weights},
+        {"x_q": x_q, "w1": w1[0][0], "scale of w1": w1[0][1], "w3": w3[0][0], "scale of w3": w3[0][1], "logits": logits, "bias": bias, "tid2eid": tid2eid,
+         "tokens": tokens, "position": position},
+    )  # fmt: skip
     if T:
         args = (
             x_q, T, D, *w1[0], w1[1], *w3[0], w3[1], *sizes[0], logits, scores, bias, tid2eid, tokens, position, experts, weights,
@@ -213,6 +239,10 @@ def project_down(
     _packed("project_down", h_q=h_q, experts=experts, w2=w2, s2=s2, down=down, shared_h_q=shared_h_q)
     size = _fp8("project_down", T, width, *shared_w2)
     _need(size[0] == D, "project_down", f"the shared expert makes rows of {size[0]}, the others of {D}")
+    _apart(
+        "project_down", {"down": down, "shared": shared_w2[1]},
+        {"h_q": h_q, "experts": experts, "w2": w2, "s2": s2, "shared_h_q": shared_h_q, "the shared w2": shared_w2[0][0], "scale of the shared w2": shared_w2[0][1]},
+    )  # fmt: skip
     slices = stream_slices(D, width // 2, EXPERTS_STREAM_WANTED)
     if T:
         grid = _blocks(2, size) * _ceil(T, STREAM_TOKENS) + _blocks(4, (D, slices)) * T * k
@@ -244,6 +274,15 @@ class Pooling:
     entry_position: Tensor
     ratio: int
     cache: Tensor | tuple[Tensor, Tensor]
+
+    def add_to(self, name: str, outputs: dict[str, Tensor | None], inputs: dict[str, Tensor | None]) -> None:
+        """What a step writes, the state and the cache among it, and what it reads."""
+        cache, scales = (self.cache, None) if isinstance(self.cache, Tensor) else self.cache
+        outputs |= {
+            f"{name}: pooled": self.pooled, f"{name}: rows": self.rows, f"{name}: entry": self.entry, f"{name}: entry_position": self.entry_position,
+            f"{name}: state_kv": self.state_kv, f"{name}: state_gate": self.state_gate, f"{name}: cache": cache, f"{name}: scales": scales,
+        }  # fmt: skip
+        inputs |= {f"{name}: kv": self.kv, f"{name}: gate": self.gate, f"{name}: ape": self.ape, f"{name}: norm": self.norm}
 
     def arguments(self, operation: str, b: int) -> tuple[list[Argument], int]:
         """Checked; what both kinds share, and whether groups overlap."""
@@ -284,6 +323,14 @@ def latents(
     _packed(operation, qr_raw=qr_raw, q_norm=q_norm, qr=qr, qr_q=qr_q, kv_raw=kv_raw, kv_norm=kv_norm, kv=kv, inv_freq=inv_freq, start=start, count=count)
     _need(q_lora % 8 == 0 and d % 8 == 0 and max(q_lora, d) <= MOST_NORM_DIM, operation, f"rows of {q_lora} and {d}")
     _need(b * slots >= T, operation, f"{T} tokens in {b} rows of {slots} slots: two would share a slot")
+    outputs: dict[str, Tensor | None] = {"qr": qr, "qr_q": qr_q, "kv": kv, "ring": ring, "ring_position": ring_position}
+    inputs: dict[str, Tensor | None] = {
+        "qr_raw": qr_raw, "q_norm": q_norm, "kv_raw": kv_raw, "kv_norm": kv_norm, "position": position, "row": row, "inv_freq": inv_freq, "start": start, "count": count
+    }  # fmt: skip
+    for name, pooling in (("compressor", compressor), ("index_compressor", index_compressor)):
+        if pooling is not None:
+            pooling.add_to(name, outputs, inputs)
+    _apart(operation, outputs, inputs)
     _need(_rotary_dims(operation, d, size) == 2 * half_r, operation, f"{half_r} pairs, the ring's entries have {_rotary_dims(operation, d, size)} rotary dims")
     args: list[Argument] = [
         qr_raw, q_norm, qr, qr_q, q_lora, kv_raw, kv_norm, kv, position, row, ring, ring_position, d, slots,
@@ -330,6 +377,7 @@ def query_heads(
         _need(di >= KEY_BLOCK and di & (di - 1) == 0, "query_heads", f"indexer queries of {di}: expected a power of two of at least {KEY_BLOCK}")
     _tokens("query_heads", T, position)
     _packed("query_heads", q_raw=q_raw, q=q, index_q_raw=index_q_raw, index_q=index_q, inv_freq=inv_freq)
+    _apart("query_heads", {"q": q, "index_q": index_q, "index_q_raw": index_q_raw}, {"q_raw": q_raw, "position": position, "inv_freq": inv_freq})
     _need(d % 8 == 0 and d <= MOST_NORM_DIM, "query_heads", f"heads of {d}")
     if T:
         args = (q_raw, q, index_q_raw, index_q, position, inv_freq, h, d, hi, di, inv_freq.shape[0], eps, di**-0.5 if di else 1.0)

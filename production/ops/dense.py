@@ -3,8 +3,8 @@
     linear_fp8(device, x, weight, scale, out)        # thin for at most THIN_TOKENS tokens, else mma tiles
 
 Each wrapper checks what the kernel relies on, picks a variant by the number of tokens (or takes `variant`) and launches
-it; `device.ran` records what really ran. Outputs belong to the caller and nothing is allocated. A kernel that cannot run
-raises KernelError: nothing falls back to torch. T = flat tokens of a call, R = rows, position [T] i32 is -1 for pads,
+it; `device.ran` records what really ran. Outputs belong to the caller, nothing is allocated, and outputs and scratch share no
+memory with inputs or with each other, but where a docstring says so. A kernel that cannot run raises KernelError: nothing falls back to torch. T = flat tokens of a call, R = rows, position [T] i32 is -1 for pads,
 whose outputs stay untouched or are anything. "(rs)": dim 0 may have any stride.
 Not here: whatever reads the KV cache (indexer.py, sparse_attn.py). Tests: pytest parity/test_operations_dense.py.
 """
@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from production.launch import Argument, Device, KernelError
+from production.ops.arguments import apart as _apart
 from production.ops.arguments import ceil_div as _ceil
 from production.ops.arguments import choose as _choose
 from production.ops.arguments import need as _need
 from production.ops.arguments import packed as _packed
+from production.ops.arguments import same_place as _same_place
 from production.ops.arguments import shape as _shape
 
 THIN_TOKENS = 8  # up to here a token is cheaper alone than in a tile of 64
@@ -48,14 +50,16 @@ def token_positions(dev: Device, start: Tensor, count: Tensor, position: Tensor,
     _shape("token_positions", "count", count, b)
     _shape("token_positions", "row", row, tokens)
     _packed("token_positions", start=start, count=count, position=position, row=row)
+    _apart("token_positions", {"position": position, "row": row}, {"start": start, "count": count})
     if tokens:
         dev.launch("positions", "token_positions", (_ceil(tokens, 128),), (128,), (start, count, position, row, b, tokens // b))
 
 
 def advance(dev: Device, start: Tensor, count: Tensor) -> None:
-    """start += count, both [b] i32, on the device."""
+    """start += count, both [b] i32, on the device; start in place."""
     _shape("advance", "count", count, start.shape[0])
     _packed("advance", start=start, count=count)
+    _apart("advance", {"start": start}, {"count": count})
     dev.launch("positions", "advance_length", (_ceil(start.shape[0], 128),), (128,), (start, count, start.shape[0]))
 
 
@@ -69,6 +73,7 @@ def embed(dev: Device, tokens: Tensor, weight: Tensor, position: Tensor, X: Tens
     _shape("embed", "position", position, T)
     _shape("embed", "weight", weight, weight.shape[0], D)
     _packed("embed", tokens=tokens, weight=weight, position=position, X=X)
+    _apart("embed", {"X": X}, {"tokens": tokens, "weight": weight, "position": position})
     fits = D % 8 == 0 and weight.data_ptr() % 16 == 0 and X.data_ptr() % 16 == 0
     which = _choose("embed", variant, "rows" if fits else "naive", ("naive", "rows"))
     _need(fits or which == "naive", "embed", f"rows: D {D} is no multiple of 8, or memory not of 16 bytes")
@@ -83,7 +88,7 @@ def embed(dev: Device, tokens: Tensor, weight: Tensor, position: Tensor, X: Tens
 
 
 def rms_norm(dev: Device, x: Tensor, weight: Tensor | None, out: Tensor, eps: float, variant: str | None = None) -> None:
-    """out = x * rsqrt(mean(x^2) + eps) * weight. x, out [R, dim] bf16 (rs), out may be x; weight [dim] f32 or None = 1.
+    """out = x * rsqrt(mean(x^2) + eps) * weight. x, out [R, dim] bf16 (rs), out may be x itself; weight [dim] f32 or None = 1.
 
     Variants: naive, group, warp, block.
     """
@@ -91,6 +96,7 @@ def rms_norm(dev: Device, x: Tensor, weight: Tensor | None, out: Tensor, eps: fl
     _shape("rms_norm", "out", out, R, dim)
     if weight is not None:
         _shape("rms_norm", "weight", weight, dim)
+    _apart("rms_norm", {"out": out}, {"x": None if _same_place(out, x) else x, "weight": weight})
     default = "group" if dim <= GROUP_NORM_DIM else "warp" if dim <= WARP_NORM_DIM else "block"
     which = _choose("rms_norm", variant, default, ("naive", "group", "warp", "block"))
     if not R:
@@ -104,15 +110,16 @@ def rms_norm(dev: Device, x: Tensor, weight: Tensor | None, out: Tensor, eps: fl
 
 
 def rope(dev: Device, x: Tensor, position: Tensor, inv_freq: Tensor, inverse: bool = False) -> None:
-    """Rotate the last r dims of x in place, adjacent pairs, by position * inv_freq (inverse: back).
+    """Rotate the last r dims of x, in place, adjacent pairs, by position * inv_freq (inverse: back).
 
-    x [T, heads, dim] bf16, dims 0 and 1 of any stride; position [T] i32; inv_freq [r/2] f32
+    x [T, heads, dim] bf16, dims 0 and 1 of any stride, each element in a place of its own; position [T] i32; inv_freq [r/2] f32
     """
     T, heads, dim = x.shape
     half = inv_freq.shape[0]
     _shape("rope", "position", position, T)
     _need(2 * half <= dim, "rope", f"{half} pairs do not fit in {dim} dims")
     _packed("rope", position=position, inv_freq=inv_freq)
+    _apart("rope", {"x": x}, {"position": position, "inv_freq": inv_freq})
     if T:
         args = (x, position, inv_freq, heads, dim, half, x.stride(0), x.stride(1), -1.0 if inverse else 1.0)
         dev.launch("rope", "rope_pairs", (T, _ceil(heads, 8)), (32,), args)
@@ -128,6 +135,7 @@ def act_quant(dev: Device, x: Tensor, out: Tensor, block: int = 128, variant: st
     _shape("act_quant", "out", out, R, dim)
     _need(block > 0, "act_quant", f"block {block}")
     _packed("act_quant", out=out)
+    _apart("act_quant", {"out": out}, {"x": x})
     which = _choose("act_quant", variant, "group", ("naive", "group", "rows"))
     if which == "rows":
         _need(block == 128 and dim % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0, "act_quant", f"rows: x {list(x.shape)}, block {block}: blocks of 128, rows of 16-byte pieces are needed")
@@ -183,6 +191,11 @@ def stream_slices(rows: int, row_bytes: int, wanted: int) -> int:
     return slices
 
 
+def _slices(operation: str, slices: int | None) -> None:
+    """The warps of a block share rows of w among `slices` of them: as many as divide the block."""
+    _need(slices in (None, 1, 2, 4, 8), operation, f"{slices} slices, expected 1, 2, 4, 8 or None, by shape")
+
+
 def _stream(variant: str, rows: int) -> tuple[str, int]:
     """Kernel's suffix and rows of a warp."""
     if variant == "stream":
@@ -221,7 +234,9 @@ def linear_fp8(
     _shape("linear_fp8", "scale", scale, _ceil(rows, 128), _ceil(K, 128))
     _shape("linear_fp8", "out", out, T, rows)
     _packed("linear_fp8", weight=weight, scale=scale, out=out)
+    _apart("linear_fp8", {"out": out}, {"x": x, "weight": weight, "scale": scale})
     which = _choose("linear_fp8", variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *STREAM_VARIANTS, *TILES_VARIANTS))
+    _slices("linear_fp8", slices)
     N = rows // groups
     if which in TILES_VARIANTS:
         which, width = _tiles("linear_fp8", which, K, groups == 1 or N % 64 == 0, x, T, N, groups)
@@ -250,7 +265,9 @@ def linear_bf16(
     _shape("linear_bf16", "weight", weight, N, K)
     _shape("linear_bf16", "out", out, T, N)
     _packed("linear_bf16", weight=weight, out=out)
+    _apart("linear_bf16", {"out": out}, {"x": x, "weight": weight})
     which = _choose("linear_bf16", variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *STREAM_VARIANTS, *TILES_VARIANTS))
+    _slices("linear_bf16", slices)
     if which in TILES_VARIANTS:
         which, width = _tiles("linear_bf16", which, K, True, x, T, N, 1)
     outputs = (out, None) if out.element_size() == 4 else (None, out)
@@ -275,6 +292,7 @@ def gate_scores(dev: Device, logits: Tensor, scoring: str, scores: Tensor) -> No
     _need(scoring in SCORING, "gate_scores", f"scoring {scoring!r}; it knows {', '.join(SCORING)}")
     _shape("gate_scores", "scores", scores, T, E)
     _packed("gate_scores", logits=logits, scores=scores)
+    _apart("gate_scores", {"scores": scores}, {"logits": logits})
     if T:
         dev.launch("gate", "gate_scores", (T,), (32,), (logits, scores, E, SCORING[scoring]))
 
@@ -304,6 +322,7 @@ def gate_choose(
     if tid2eid is not None:
         _shape("gate_choose", "tid2eid", tid2eid, tid2eid.shape[0], k)
     _packed("gate_choose", scores=scores, bias=bias, tid2eid=tid2eid, tokens=tokens, position=position, experts=experts)
+    _apart("gate_choose", {"experts": experts}, {"scores": scores, "bias": bias, "tid2eid": tid2eid, "tokens": tokens, "position": position})
     which = _choose("gate_choose", variant, "warp", ("naive", "warp"))
     if not T:
         return
@@ -323,6 +342,7 @@ def gate_weights(dev: Device, scores: Tensor, experts: Tensor, weights: Tensor, 
     _shape("gate_weights", "experts", experts, T, k)
     _shape("gate_weights", "weights", weights, T, k)
     _packed("gate_weights", scores=scores, experts=experts, weights=weights)
+    _apart("gate_weights", {"weights": weights}, {"scores": scores, "experts": experts})
     if T:
         args = (scores, experts, weights, T, E, k, int(normalise), route_scale)
         dev.launch("gate", "gate_weights", (_ceil(T, 128),), (128,), args)
@@ -340,17 +360,23 @@ def _experts(
     dev: Device, operation: str, x: Tensor, experts: Tensor, k_per_row: int, weights: tuple[tuple[Tensor, Tensor, Tensor], ...],
     variant: str | None, scratch: Tensor | None, slices: int | None,
 ) -> None:  # fmt: skip
-    """Launch one or two FP4 linears of the chosen experts. weights: (w [E, N, K/2], scale [E, N, K/32], out [S, N])."""
+    """Launch one or two FP4 linears of the chosen experts. weights: (w [E, N, K/2], scale [E, N, K/32], out [T, k, N])."""
     (T, k), K = experts.shape, x.shape[1]
     E, N = weights[0][0].shape[:2]
     slots = T * k
     _need(K % 32 == 0, operation, f"width {K} is no multiple of 32")
-    _packed(operation, experts=experts)
+    _packed(operation, experts=experts, scratch=scratch)
     for w, scale, out in weights:
         _shape(operation, "weight", w, E, N, K // 2)
         _shape(operation, "scale", scale, E, N, K // 32)
         _shape(operation, "out", out, T, k, N)
         _packed(operation, weight=w, scale=scale, out=out)
+    _slices(operation, slices)
+    (w, scale, out), (second_w, second_scale, second_out) = weights[0], weights[1] if len(weights) == 2 else (None, None, None)
+    _apart(
+        operation, {"out": out, "the second out": second_out, "scratch": scratch},
+        {"x": x, "experts": experts, "weight": w, "scale": scale, "the second weight": second_w, "the second scale": second_scale},
+    )  # fmt: skip
     which = _choose(operation, variant, "thin" if T <= THIN_TOKENS else "mma", (*LINEAR_VARIANTS, *EXPERTS_STREAM_VARIANTS, *EXPERTS_TILES_VARIANTS))
     if which in EXPERTS_TILES_VARIANTS:
         which, width = _tiles(operation, which, K, E <= ORDER_EXPERTS, x, slots, N, len(weights))
@@ -358,8 +384,7 @@ def _experts(
             which, width = "wgmma128", 128
     if not slots:
         return
-    second = weights[1] if len(weights) == 2 else (None, None, None)
-    matrices, sizes = (*weights[0], *second), (k_per_row, N, K, x.stride(0))
+    matrices, sizes = (w, scale, out, second_w, second_scale, second_out), (k_per_row, N, K, x.stride(0))
     if which in EXPERTS_STREAM_VARIANTS:
         kernel = "stream32" if which == "stream" else which
         slices = slices or stream_slices(N, K // 2, EXPERTS_STREAM_WANTED)
@@ -392,7 +417,7 @@ def experts_up(
     """gate = w1 x, up = w3 x for each chosen expert; FP4 weights stay packed.
 
     x [T, D] bf16 (rs); experts [T, k] i32, -1 = none, untouched; w1, w3 [E, I, D/2] u8; s1, s3 [E, I, D/32] e8m0 as u8;
-    gate, up [T, k, I] bf16; scratch i32, for mma and tiles. Variants: naive, thin, mma, stream (stream16, stream32; slices),
+    gate, up [T, k, I] bf16; scratch i32, packed, for mma and tiles. Variants: naive, thin, mma, stream (stream16, stream32; slices as of linear_fp8),
     tiles (tiles128, tiles256), wgmma (wgmma128; sm_90a).
     """
     _shape("experts_up", "x", x, experts.shape[0], x.shape[1])
@@ -406,7 +431,7 @@ def experts_down(
     """out = w2 h for each chosen expert.
 
     h [T, k, I] bf16; experts [T, k] i32, -1 = none, untouched; w2 [E, D, I/2] u8; s2 [E, D, I/32] e8m0 as u8;
-    out [T, k, D] bf16; scratch i32, for mma, tiles and wgmma. Variants: naive, thin, mma, stream, tiles, wgmma (as experts_up).
+    out [T, k, D] bf16; scratch i32, packed, for mma, tiles and wgmma. Variants: naive, thin, mma, stream, tiles, wgmma (as experts_up).
     """
     T, k = experts.shape
     _shape("experts_down", "h", h, T, k, h.shape[2])
@@ -422,6 +447,7 @@ def swiglu(dev: Device, gate: Tensor, up: Tensor, weight: Tensor | None, out: Te
     if weight is not None:
         _shape("swiglu", "weight", weight, R)
     _packed("swiglu", gate=gate, up=up, weight=weight, out=out)
+    _apart("swiglu", {"out": out}, {"gate": gate, "up": up, "weight": weight})
     if R:
         args = (gate, up, weight, out, R * width, width, limit)
         dev.launch("swiglu", "swiglu_clamped", (_ceil(R * width, 1024),), (128,), args)
@@ -437,6 +463,7 @@ def moe_combine(dev: Device, down: Tensor, experts: Tensor, shared: Tensor, rout
     for name, tensor in (("shared", shared), ("routed", routed), ("out", out)):
         _shape("moe_combine", name, tensor, T, D)
     _packed("moe_combine", down=down, experts=experts, shared=shared, routed=routed, out=out)
+    _apart("moe_combine", {"routed": routed, "out": out}, {"down": down, "experts": experts, "shared": shared})
     if T:
         threads = min(128, _ceil(D, 256) * 32)  # eight elements each
         dev.launch("moe_combine", "moe_combine", (T, _ceil(D, 8 * threads)), (threads,), (down, experts, shared, routed, out, k, D))

@@ -3,7 +3,7 @@
     hc_post(device, y, X, post, comb, out)
 
 Each wrapper checks what the kernel relies on and launches it; `device.ran` records what really ran. Outputs belong to the
-caller, nothing is allocated, and outputs never alias inputs. A kernel that cannot run raises KernelError: nothing falls
+caller, nothing is allocated, and outputs share no memory with inputs or with each other. A kernel that cannot run raises KernelError: nothing falls
 back to torch. T = b * s flat tokens, position [T] i32 (-1 = pad, whose outputs stay untouched), row [T] i32 = batch row.
 Positions, lengths and index lists are read on the device. "(rs)": dim 0 may have any stride, the rest is contiguous.
 Tests: pytest parity/test_operations_attention.py.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from production.launch import Argument, Device
+from production.ops.arguments import apart as _apart
 from production.ops.arguments import ceil_div as _ceil
 from production.ops.arguments import choose as _choose
 from production.ops.arguments import need as _need
@@ -52,8 +53,8 @@ def hc_pre(
     X [T, n, D] bf16 (rs); fn [(2+n)n, nD], base [(2+n)n], scale [3] f32; pre, post [T, n], comb [T, n, n] f32, first axis = source;
     a [T, D] bf16. comb: softmax, then `iters` column normalisations with iters - 1 row normalisations between them.
     Variants: naive, block; for n = 4 and D up to 8192 split (few tokens; D a multiple of 64) and mma (many; of 256). These two need
-    `sums`, f32, `mix_scratch` numbers of any content; split of up to `last_block_tokens` tokens takes one launch and needs `counters`,
-    i32, a zero for each token, left zero. They take on
+    `sums`, f32, packed, `mix_scratch` numbers of any content; split of up to `last_block_tokens` tokens takes one launch and needs `counters`,
+    i32, packed, a zero for each token, left zero. They take on
       norm    (weight [D] f32, out [T, D] bf16): out = a rsqrt(mean(a^2) + norm_eps) weight
       before  (y [T, D], streams [T, n, D] bf16, (rs)): X is written first, as hc_post does with the half before's post and comb, which
               lie where this half's go; X is then contiguous and not `streams`
@@ -69,6 +70,11 @@ def hc_pre(
     _shape("hc_pre", "comb", comb, T, n, n)
     _shape("hc_pre", "a", a, T, D)
     _packed("hc_pre", fn=fn, base=base, scale=scale, pre=pre, post=post, comb=comb, a=a)
+    y, streams = before or (None, None)
+    _apart(
+        "hc_pre", {"pre": pre, "post": post, "comb": comb, "a": a, "the norm's output": norm and norm[1], "sums": sums, "counters": counters, "X": X if before else None},
+        {"X": None if before else X, "fn": fn, "base": base, "scale": scale, "the norm's weight": norm and norm[0], "y": y, "streams": streams},
+    )  # fmt: skip
     _need(iters >= 1, "hc_pre", f"{iters} Sinkhorn iterations, expected at least 1")
     which = _choose("hc_pre", variant, "block", ("naive", "block", "split", "mma"))
     if which in ("split", "mma"):
@@ -102,6 +108,13 @@ def hc_head(
     _shape("hc_head", "scale", scale, 1)
     _shape("hc_head", "a", a, T, D)
     _packed("hc_head", fn=fn, base=base, scale=scale, a=a)
+    y, streams = before or (None, None)
+    _apart(
+        "hc_head",
+        {"a": a, "the norm's output": norm and norm[1], "sums": sums, "counters": counters, "X": X if before else None,
+         "post": mixing and mixing[0], "comb": mixing and mixing[1]},  # which its kernels could write
+        {"X": None if before else X, "fn": fn, "base": base, "scale": scale, "the norm's weight": norm and norm[0], "y": y, "streams": streams},
+    )  # fmt: skip
     which = _choose("hc_head", variant, "block", ("block", "split", "mma"))
     if which in ("split", "mma"):
         _need((before is None) == (mixing is None), "hc_head", "before and mixing go together")
@@ -139,6 +152,7 @@ def _mix(
     _need(hc_eps >= LEAST_EPS, name, f"hc_eps {hc_eps}, expected {LEAST_EPS} or more")
     _need(1 <= T <= 65535 * AT_ONCE or not T, name, f"{T} tokens")
     held = 0 if sums is None else sums.numel()
+    _packed(name, sums=sums, counters=counters)
     _need(held >= mix_scratch(T, D, which), name, f"sums has {held} numbers, {T} tokens need {mix_scratch(T, D, which)}")
     weight, normed = norm or (None, None)
     if weight is not None and normed is not None:
@@ -155,7 +169,6 @@ def _mix(
         _shape(name, "y", y, T, D)
         _shape(name, "streams", streams, T, n, D)
         _packed(name, X=X)
-        _need(streams.data_ptr() != X.data_ptr() or not T, name, "X is streams: every output stream reads every input stream")
         assert post is not None
         assert comb is not None
         _vectors(name, y=y, streams=streams, post=post, comb=comb)
@@ -196,7 +209,7 @@ def hc_post(dev: Device, y: Tensor, X: Tensor, post: Tensor, comb: Tensor, out: 
     _shape("hc_post", "comb", comb, T, n, n)
     _shape("hc_post", "out", out, T, n, D)
     _packed("hc_post", post=post, comb=comb, out=out)
-    _need(out.data_ptr() != X.data_ptr() or not T, "hc_post", "out is X: every output stream reads every input stream")
+    _apart("hc_post", {"out": out}, {"y": y, "X": X, "post": post, "comb": comb})  # every output stream reads every input stream
     which = _choose("hc_post", variant, "block", ("block", "columns"))
     block = 32 if D <= 256 else 64 if D <= 512 else 128
     strides = (*_rows("hc_post", "y", y), *_rows("hc_post", "X", X))

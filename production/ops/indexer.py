@@ -3,7 +3,7 @@
     indexer_score(device, q, weights, keys, scales, position, row, score, ratio=4)
 
 Each wrapper checks what the kernel relies on and launches it; `device.ran` records what really ran. Outputs belong to the
-caller, nothing is allocated, and outputs never alias inputs. A kernel that cannot run raises KernelError: nothing falls
+caller, nothing is allocated, and outputs share no memory with inputs or with each other. A kernel that cannot run raises KernelError: nothing falls
 back to torch. T = b * s flat tokens, position [T] i32 (-1 = pad, whose outputs stay untouched), row [T] i32 = batch row.
 Positions, lengths and index lists are read on the device. "(rs)": dim 0 may have any stride, the rest is contiguous.
 Tests: pytest parity/test_operations_attention.py.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from production.launch import Argument, Device, KernelError
+from production.ops.arguments import apart as _apart
 from production.ops.arguments import ceil_div as _ceil
 from production.ops.arguments import choose as _choose
 from production.ops.arguments import need as _need
@@ -34,6 +35,7 @@ def hadamard_e2m1(dev: Device, x: Tensor, out: Tensor, variant: str | None = Non
     R, di = x.shape
     _key_width("hadamard_e2m1", "x", di)
     _shape("hadamard_e2m1", "out", out, R, di)
+    _apart("hadamard_e2m1", {"out": out}, {"x": x})
     kernel = {"naive": "hadamard_e2m1_naive", "butterfly": "hadamard_e2m1"}[_choose("hadamard_e2m1", variant, "butterfly", ("naive", "butterfly"))]
     if R:
         strides = (*_rows("hadamard_e2m1", "x", x), *_rows("hadamard_e2m1", "out", out))
@@ -88,6 +90,10 @@ def indexer_score(
     _shape("indexer_score", "keys", keys, b, capacity, di // 2)
     _shape("indexer_score", "scales", scales, b, capacity, di // KEY_BLOCK)
     _shape("indexer_score", "score", score, T, E)
+    _apart(
+        "indexer_score", {"score": score, "scratch": scratch},
+        {"q": q, "weights": weights, "keys": keys, "scales": scales, "position": position, "row": row},
+    )  # fmt: skip
     which = _choose("indexer_score", variant, "entries", ("naive", "entries", "mma", "int8", *TILE_WARPS, *WGMMA_ROWS, *WGMMA_TILES))
     q_stride, weights_stride = _rows("indexer_score", "q", q)[0], _rows("indexer_score", "weights", weights)[0]
     keys_strides, scales_strides = _rows("indexer_score", "keys", keys, 2), _rows("indexer_score", "scales", scales, 2)

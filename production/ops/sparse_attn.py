@@ -3,7 +3,7 @@
     sparse_attn(device, q, ring, ring_position, entries, selected, position, row, sink, out, window=128, ratio=4)
 
 Each wrapper checks what the kernel relies on and launches it; `device.ran` records what really ran. Outputs belong to the
-caller, nothing is allocated, and outputs never alias inputs. A kernel that cannot run raises KernelError: nothing falls
+caller, nothing is allocated, and outputs share no memory with inputs or with each other. A kernel that cannot run raises KernelError: nothing falls
 back to torch. T = b * s flat tokens, position [T] i32 (-1 = pad, whose outputs stay untouched), row [T] i32 = batch row.
 Positions, lengths and index lists are read on the device. "(rs)": dim 0 may have any stride, the rest is contiguous.
 Tests: pytest parity/test_operations_attention.py.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from production.launch import Device, KernelError
+from production.ops.arguments import apart as _apart
 from production.ops.arguments import ceil_div as _ceil
 from production.ops.arguments import choose as _choose
 from production.ops.arguments import need as _need
@@ -128,6 +129,10 @@ def sparse_attn(
         _shape(name, "selected", selected, T, listed)
     if visible is not None:
         _shape(name, "visible", visible, T, window + (capacity if selected is None else listed))
+    _apart(
+        name, {"out": out, "part_o": part_o, "part_ml": part_ml, "visible": visible, "done": done},
+        {"q": q, "ring": ring, "ring_position": ring_position, "entries": entries, "selected": selected, "position": position, "row": row, "sink": sink},
+    )  # fmt: skip
     which = _choose(name, variant, "mma" if h >= MMA_HEADS else "tile", ("naive", "tile", "mma", *FLASH, *WGMMA))
     _need(which in FLASH or (done is None and heads_per_block is None), name, f"done and heads_per_block are for {', '.join(FLASH)}, not {which}")
     if which in FLASH:

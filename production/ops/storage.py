@@ -3,7 +3,7 @@
     store_window(device, kv, position, row, ring, ring_position)
 
 Each wrapper checks what the kernel relies on and launches it; `device.ran` records what really ran. Outputs belong to the
-caller, nothing is allocated, and outputs never alias inputs. A kernel that cannot run raises KernelError: nothing falls
+caller, nothing is allocated, and outputs, the cache among them, share no memory with inputs or with each other. A kernel that cannot run raises KernelError: nothing falls
 back to torch. T = b * s flat tokens, position [T] i32 (-1 = pad, whose outputs stay untouched), row [T] i32 = batch row.
 Positions, lengths and index lists are read on the device. "(rs)": dim 0 may have any stride, the rest is contiguous.
 Tests: pytest parity/test_operations_attention.py.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from production.launch import Argument, Device
+from production.ops.arguments import apart as _apart
 from production.ops.arguments import ceil_div as _ceil
 from production.ops.arguments import need as _need
 from production.ops.arguments import packed as _packed
@@ -38,6 +39,7 @@ def store_window(dev: Device, kv: Tensor, position: Tensor, row: Tensor, ring: T
     _tokens("store_window", T, position, row)
     _shape("store_window", "ring_position", ring_position, b, slots)
     _need(b * slots >= T, "store_window", f"{T} tokens in {b} rows of {slots} slots: two would share a slot")
+    _apart("store_window", {"ring": ring, "ring_position": ring_position}, {"kv": kv, "position": position, "row": row})
     r = _rotary_dims("store_window", d, size)
     strides = (*_rows("store_window", "kv", kv), *_entry_strides("store_window", "ring", ring), *_rows("store_window", "ring_position", ring_position))
     if T:
@@ -50,6 +52,7 @@ def store_entries(dev: Device, rows: Tensor, entry: Tensor, cache: Tensor) -> No
     _shape("store_entries", "entry", entry, b, E)
     _shape("store_entries", "cache", cache, b, *cache.shape[1:])
     _packed("store_entries", entry=entry)
+    _apart("store_entries", {"cache": cache}, {"rows": rows, "entry": entry})
     r = _rotary_dims("store_entries", d, cache.shape[2])
     strides = (*_rows("store_entries", "rows", rows, 2), *_entry_strides("store_entries", "cache", cache))
     if b * E:
@@ -65,6 +68,7 @@ def store_index_keys(dev: Device, rows: Tensor, entry: Tensor, keys: Tensor, sca
     _shape("store_index_keys", "keys", keys, b, capacity, di // 2)
     _shape("store_index_keys", "scales", scales, b, capacity, di // KEY_BLOCK)
     _packed("store_index_keys", entry=entry)
+    _apart("store_index_keys", {"keys": keys, "scales": scales}, {"rows": rows, "entry": entry})
     strides = (
         *_rows("store_index_keys", "rows", rows, 2), *_rows("store_index_keys", "keys", keys, 2), *_rows("store_index_keys", "scales", scales, 2),
     )  # fmt: skip
@@ -77,7 +81,7 @@ def store_index_keys(dev: Device, rows: Tensor, entry: Tensor, keys: Tensor, sca
 
 
 def _pooling(
-    operation: str, width: int, ratio: int, ape: Tensor, state_kv: Tensor, state_gate: Tensor, start: Tensor, count: Tensor,
+    operation: str, width: int, ratio: int, kv: Tensor, gate: Tensor, ape: Tensor, state_kv: Tensor, state_gate: Tensor, start: Tensor, count: Tensor,
     pooled: Tensor, entry: Tensor, entry_position: Tensor,
 ) -> tuple[int, int]:  # fmt: skip
     """Checks what both forms share; returns overlap (0 or 1) and R, the rows of state."""
@@ -93,6 +97,10 @@ def _pooling(
     _shape(operation, "entry", entry, b, E)
     _shape(operation, "entry_position", entry_position, b, E)
     _packed(operation, ape=ape, state_kv=state_kv, state_gate=state_gate, start=start, count=count, pooled=pooled, entry=entry, entry_position=entry_position)
+    _apart(
+        operation, {"pooled": pooled, "entry": entry, "entry_position": entry_position, "state_kv": state_kv, "state_gate": state_gate},
+        {"kv": kv, "gate": gate, "ape": ape, "start": start, "count": count},
+    )  # fmt: skip
     return overlap, slots
 
 
@@ -102,13 +110,13 @@ def compressor_prefill(
 ) -> None:  # fmt: skip
     """Pool every group that this call completes, then keep the rows that later entries need.
 
-    kv, gate [b, s, c*d'] f32, equal strides; ape [ratio, c*d'] f32; state_kv, state_gate [b, R, c*d'] f32, gate with ape added,
+    kv, gate [b, s, c*d'] f32, equal strides; ape [ratio, c*d'] f32; state_kv, state_gate [b, R, c*d'] f32, in place, gate with ape added,
     R = 2 * ratio where groups overlap (c = 2), else ratio; start, count [b] i32; pooled [b, E, d'] bf16 with E >= s // ratio + 1;
     entry, entry_position [b, E] i32, -1 where nothing was completed (pooled stays untouched there)
     """
     b, s, width = kv.shape
     E, out = pooled.shape[1:]
-    overlap, slots = _pooling("compressor_prefill", width, ratio, ape, state_kv, state_gate, start, count, pooled, entry, entry_position)
+    overlap, slots = _pooling("compressor_prefill", width, ratio, kv, gate, ape, state_kv, state_gate, start, count, pooled, entry, entry_position)
     _shape("compressor_prefill", "gate", gate, b, s, width)
     _need(s // ratio < E, "compressor_prefill", f"{E} entries for calls of {s} tokens, expected at least {s // ratio + 1}")
     strides = _rows("compressor_prefill", "kv", kv, 2)
@@ -133,7 +141,7 @@ def compressor_step(
     """
     b, width = kv.shape
     out = pooled.shape[2]
-    overlap, _ = _pooling("compressor_step", width, ratio, ape, state_kv, state_gate, start, count, pooled, entry, entry_position)
+    overlap, _ = _pooling("compressor_step", width, ratio, kv, gate, ape, state_kv, state_gate, start, count, pooled, entry, entry_position)
     _shape("compressor_step", "pooled", pooled, b, 1, out)
     _shape("compressor_step", "gate", gate, b, width)
     (stride,) = _rows("compressor_step", "kv", kv)

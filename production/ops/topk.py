@@ -3,7 +3,7 @@
     topk(device, score, position, selected, ratio=4)
 
 It checks what the kernel relies on and launches it; `device.ran` records what really ran. Outputs belong to the caller,
-nothing is allocated. A kernel that cannot run raises KernelError: nothing falls back to torch. position [T] i32 (-1 = pad, whose
+nothing is allocated, and outputs share no memory with inputs or with each other. A kernel that cannot run raises KernelError: nothing falls back to torch. position [T] i32 (-1 = pad, whose
 row stays untouched) is read on the device. "(rs)": dim 0 may have any stride, the rest is contiguous.
 Tests: pytest parity/test_operations_attention.py -k topk.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from production.launch import Device
+from production.ops.arguments import apart as _apart
 from production.ops.arguments import ceil_div as _ceil
 from production.ops.arguments import choose as _choose
 from production.ops.arguments import need as _need
@@ -54,6 +55,7 @@ def topk(
     k = selected.shape[1]
     _tokens("topk", T, position)
     _shape("topk", "selected", selected, T, k)
+    _apart("topk", {"selected": selected, "counters": counters, "scratch": scratch}, {"score": score, "position": position})
     which = _choose("topk", variant, "radix", ("naive", "radix", "stream"))
     strides = (*_rows("topk", "score", score), *_rows("topk", "selected", selected))
     if not T or not k:
