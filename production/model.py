@@ -261,11 +261,13 @@ class Transformer:
         """A decode step of this state, of all layers or of one, captured in a graph; the state is left as it was.
 
         points, choices   taps that it holds, and names of choices that it will be given
-        at                tokens a row that host code sees during the capture; it is replayed at any length
+        at                tokens a row that host code sees during the capture, less than max_context; it is replayed at any length
         """
         self._check_state(state)
         if layer is not None and layer not in self.layers:
             raise InputError(f"layer {layer}: this model runs layers {self.layers[0]} to {self.layers[-1]}")
+        if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at < state.max_context:
+            raise InputError(f"at={at!r}: expected 0 to {state.max_context - 1}, tokens that a row can hold before a step; raise --max-context for more")
         return DecodeGraph(self, state, points, choices, layer, at)
 
     def run_layer(

@@ -250,6 +250,10 @@ def test_a_refused_step_leaves_the_state_as_it_was(model):
         model.capture(state, ["layers.0.attn.nothing"])
     with pytest.raises(InputError, match="this model runs layers"):
         model.capture(state, layer=99)
+    for at in (10**9, CONTEXT, -1, True, 2.0):
+        with pytest.raises(InputError, match=rf"at={at!r}: expected 0 to {CONTEXT - 1}"):
+            model.capture(state, at=at)
+    assert model.capture(state, at=CONTEXT - 1).facts()["captured_at"] == CONTEXT - 1
 
 
 def test_a_replayed_step_allocates_nothing(model):
