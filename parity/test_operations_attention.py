@@ -91,12 +91,13 @@ def awkward_rows(rows: int, width: int, block: int, largest: float, seed: int) -
 
 @pytest.mark.parametrize(("d", "r"), [(128, 64), (512, 64), (70, 6)], ids=["d=128", "d=512", "d=70-r=6"])
 def test_store_window_writes_one_slot_per_token(d, r, device, hostile, judge):
-    b, s, slots, gap = 2, 5, 8, 8
+    b, s, slots, gap = 5, 5, 8, 8
     size = ops.entry_bytes(d, r)
     assert (d, size) != (512, 584) or size == 584
     kv = hostile.strided(awkward_rows(b * s, d, 64, 448.0, 1) if (d - r) % 64 == 0 and d % 64 == 0 else torch.randn(b * s, d, generator=generator(1)).bfloat16())
-    position = hostile.packed(ints([126, 127, 128, 129, -1, LAST - 4, LAST - 3, LAST - 2, LAST - 1, LAST]))
-    row = hostile.packed(ints([0] * s + [1] * s))
+    far = [1999, 2000, 2001, -1, 4095, 9999, 10_000, -1, 65_535, 65_537, 99_999, 100_000, 131_070, 131_073, 524_288]
+    position = hostile.packed(ints([126, 127, 128, 129, -1, LAST - 4, LAST - 3, LAST - 2, LAST - 1, LAST, *far]))
+    row = hostile.packed(torch.arange(b, dtype=I32).repeat_interleave(s))
     memory = hostile.poisoned((b, slots, size + gap), U8)
     ring_position = hostile.poisoned((b, slots), I32)
     ops.store_window(device, kv, position, row, memory[..., :size], ring_position)
@@ -119,10 +120,10 @@ def test_store_window_refuses_two_tokens_in_one_slot(device, hostile):
 
 @pytest.mark.parametrize("d", [128, 512], ids=["d=128", "d=512"])
 def test_store_entries_writes_listed_entries_only(d, device, hostile, judge):
-    b, E, capacity, r = 2, 4, 9, 64
+    b, E, capacity, r = 5, 4, 9, 64
     size = ops.entry_bytes(d, r)
     rows = hostile.strided(awkward_rows(b * E, d, 64, 448.0, 3).view(b, E, d))
-    entry = hostile.packed(ints([[0, 1, -1, 8], [-1, -1, 3, -1]]))
+    entry = hostile.packed(ints([[0, 1, -1, 8], [-1, -1, 3, -1], [2, 7, 0, -1], [-1] * 4, [5, -1, -1, 6]]))
     cache = hostile.poisoned((b, capacity, size), U8)
     ops.store_entries(device, rows, entry, cache)
 
@@ -201,9 +202,9 @@ def test_hadamard_e2m1_meets_every_tie_and_exact_powers(device, hostile, judge):
 
 @pytest.mark.parametrize("di", [32, 128], ids=["di=32", "di=128"])
 def test_store_index_keys_packs_the_low_nibble_first(di, device, hostile, judge):
-    b, E, capacity = 2, 5, 7
+    b, E, capacity = 5, 5, 7
     rows = hostile.strided(on_grid(b * E, di, 5).view(b, E, di))
-    entry = hostile.packed(ints([[0, 1, -1, 6, 2], [-1, 5, -1, -1, 4]]))
+    entry = hostile.packed(ints([[0, 1, -1, 6, 2], [-1, 5, -1, -1, 4], [3, -1, 0, 5, 1], [-1] * 5, [6, -1, -1, 2, -1]]))
     keys, scales = hostile.poisoned((b, capacity, di // 2), U8), hostile.poisoned((b, capacity, di // 32), U8)
     ops.store_index_keys(device, rows, entry, keys, scales)
 
@@ -309,13 +310,13 @@ class Pooling:
 
 # Chunks per batch row and call: one shot at every residue; borders inside a group, one-token chunks, rows that rest.
 CSA_CHUNKS = {
-    "one shot": [[13, 4, 3]],
-    "borders inside groups": [[3, 1, 5], [2, 6, 0], [1, 1, 9], [6, 2, 1], [4, 0, 4]],
-    "uneven, with rests": [[0, 7, 2], [5, 0, 2], [0, 1, 2], [9, 12, 2], [1, 1, 2]],
+    "one shot": [[13, 4, 3, 17, 8]],
+    "borders inside groups": [[3, 1, 5, 2, 7], [2, 6, 0, 3, 1], [1, 1, 9, 0, 5], [6, 2, 1, 8, 3], [4, 0, 4, 1, 2]],
+    "uneven, with rests": [[0, 7, 2, 0, 4], [5, 0, 2, 0, 1], [0, 1, 2, 6, 0], [9, 12, 2, 1, 8], [1, 1, 2, 4, 0]],
 }
 HCA_CHUNKS = {
-    "one shot": [[257, 128]],
-    "borders inside groups": [[127, 1], [1, 126], [1, 1], [130, 129], [0, 2]],
+    "one shot": [[257, 128, 130, 5]],
+    "borders inside groups": [[127, 1, 128, 9], [1, 126, 0, 118], [1, 1, 5, 1], [130, 129, 3, 2], [0, 2, 120, 128]],
 }
 
 
@@ -341,26 +342,29 @@ def test_compressor_of_hca_pools_its_own_tokens(chunks, device, hostile, judge):
 @pytest.mark.parametrize("first_chunk", [[0, 0], [1, 2], [3, 4], [5, 7]], ids=lambda v: f"after {v[0]} and {v[1]} tokens")
 def test_compressor_step_goes_on_from_any_prefill(first_chunk, device, hostile, judge):
     """Decode from every residue mod 4 crosses two borders; one row rests now and then. The bits are those of one prefill."""
-    world, whole = (Pooling(hostile, 4, 128, 24, 2, seed=9) for _ in range(2))
+    first_chunk = [*first_chunk, 6, 3, first_chunk[0]]  # of five rows
+    b = len(first_chunk)
+    world, whole = (Pooling(hostile, 4, 128, 24, b, seed=9) for _ in range(2))
     world.run(device, first_chunk)
     for step in range(12):
-        entry, entry_position = world.run(device, [1, int(step % 3 != 1)], decode=True)
-        due = [n // 4 - 1 if n % 4 == 0 and moved else -1 for n, moved in zip(world.length, [True, step % 3 != 1], strict=True)]
+        moves = [1, int(step % 3 != 1), 1, int(step % 5 != 2), int(step % 2 == 0)]
+        entry, entry_position = world.run(device, moves, decode=True)
+        due = [n // 4 - 1 if n % 4 == 0 and moved else -1 for n, moved in zip(world.length, moves, strict=True)]
         judge("compressor", "which entry a step completes", entry[:, 0], exact=True, reference=lambda due=due: ints(due))
         judge("compressor", "where it is rotated", entry_position[:, 0], exact=True, reference=lambda due=due: ints([4 * e if e >= 0 else -1 for e in due]))
         world.judge(judge, f"step {step}")
     whole.run(device, world.length)
-    rows = [(i, e) for i in range(2) for e in sorted(whole.pooled[i])]
+    rows = [(i, e) for i in range(b) for e in sorted(whole.pooled[i])]
     judge("compressor", "decode = prefill", torch.stack([world.pooled[i][e] for i, e in rows]), exact=True,
           reference=lambda: torch.stack([whole.pooled[i][e] for i, e in rows]))  # fmt: skip
     hostile.check_guards()
 
 
 def test_compressor_step_of_hca_crosses_its_border(device, hostile, judge):
-    world = Pooling(hostile, 128, 96, 260, 2, seed=11)
-    world.run(device, [126, 255])
+    world = Pooling(hostile, 128, 96, 260, 4, seed=11)
+    world.run(device, [126, 255, 127, 0])
     for _ in range(3):
-        world.run(device, [1, 1], decode=True)
+        world.run(device, [1, 1, 1, 1], decode=True)
     world.judge(judge, "border at 128 and at 256")
     hostile.check_guards()
 
@@ -401,8 +405,8 @@ def test_compressor_at_the_end_of_the_longest_context(device, hostile, judge):
 # 8 x 128 is the tiny checkpoint, 64 x 128 the published one; 5 heads leave a tile unfilled, 20 fill one and a bit.
 @pytest.mark.parametrize(("hi", "di"), [(8, 128), (64, 128), (5, 32), (20, 64)], ids=str)
 def test_indexer_score_looks_at_complete_entries_only(hi, di, variant, device, hostile, judge):
-    b, capacity, E, ratio = 2, 70, 75, 4
-    position = ints([*EDGES, -1, 279, 3, 2])
+    b, capacity, E, ratio = 5, 70, 75, 4
+    position = ints([*EDGES, -1, 279, 3, 2, 40, 276, 33, 100])
     T = len(position)
     row = ints([t % b for t in range(T)])
     values = hadamard_values(on_grid(b * capacity, di, 21)).view(b, capacity, di)
@@ -694,15 +698,15 @@ BUILT = [(shape, way) for shape in SHAPES for way in WAYS if SHAPES[shape]["d"] 
 @functools.cache
 def edge_keys(source: str, shape: str) -> Keys:
     ratio, listed = {"window only": (0, None), "CSA list": (4, 24), "HCA all": (128, None)}[source]
-    position = [*EDGES, -1, 0, 4, 128]
-    row = [0] * (len(EDGES) + 1) + [1] * 3
-    return Keys(window=128, slots=272, ratio=ratio, listed=listed, position=position, row=row, lengths=[258, 129], **SHAPES[shape])
+    position = [*EDGES, -1, 0, 4, 128, 5, 199, 130]
+    row = [0] * (len(EDGES) + 1) + [1] * 3 + [2, 3, 4]
+    return Keys(window=128, slots=272, ratio=ratio, listed=listed, position=position, row=row, lengths=[258, 129, 6, 200, 131], **SHAPES[shape])
 
 
 @pytest.mark.parametrize(("shape", "way"), BUILT)
 @pytest.mark.parametrize("source", ["window only", "CSA list", "HCA all"])
 def test_sparse_attn_at_the_edges(source, shape, way, device, hostile, judge):
-    """Positions around 4, 128 and 256 and a pad, two rows of unequal length, window 128 in a ring of 272 slots."""
+    """Positions around 4, 128 and 256 and a pad, five rows of unequal length, window 128 in a ring of 272 slots."""
     edge_keys(source, shape).judge(device, hostile, judge, f"{source}, {shape}, {way}", **WAYS[way])
 
 
@@ -770,6 +774,45 @@ def test_sparse_attn_counts_the_sink_once(splits, sink, device, hostile, judge):
 @EVERY_SINK
 def test_sparse_attn_flash_counts_the_sink_once(splits, sink, merged, device, hostile, judge):
     judge_sink(splits, sink, device, hostile, judge, "flash", merged)
+
+
+@functools.cache
+def towering_keys(d: int, run: int, runs: int, where: int, level: float, others: float) -> Keys:
+    """`runs` runs of `run` keys whose scores lie about `level` in one run and about `others` elsewhere; for heads 3 to 5 with signs turned.
+
+    Of each three heads the sink lies with the lower scores, 130 above all of them, 130 below all of them.
+    """
+    keys = Keys(d=d, r=64, h=6, window=run * runs, slots=run * runs, ratio=0, position=[run * runs - 1], row=[0], lengths=[run * runs])
+    keys.q = torch.zeros_like(keys.q)
+    keys.q[:, :3, d - 64 :], keys.q[:, 3:, d - 64 :] = 1.0, -1.0
+    for p in range(run * runs):
+        height = level if p // run == where else others
+        rotated = (torch.full((64,), height * d**0.5 / 64) + keys.values[0, p][d - 64 :] * 0.05).bfloat16()
+        keys.ring[0, p, d - 64 : d + 64] = rotated.view(U8)
+        keys.values[0, p][d - 64 :] = rotated.float()
+    low, high = sorted((level, others))
+    keys.sink = torch.tensor([low, high + 130, low - 130, -high, -low + 130, -high - 130])
+    return keys
+
+
+WHERE = {"first": 0, "middle": 3, "last": 6}
+
+
+def judge_towering(device, hostile, judge, case: str, d: int, run: int, where: int, **way: Any) -> None:
+    rounds, seen, drowned = str(way.get("variant")).endswith("p_bf16"), [0, 2, 3, 5], [1, 4]
+    for level, others in ((130.0, 0.0), (0.0, -130.0)):
+        keys = towering_keys(d, run, 7, where, level, others)
+        out = keys.run(device, hostile, **way)[0]
+        judge("sparse_attn", f"{case}, scores {level:g} and {others:g}", out[:, seen], reference=lambda keys=keys: keys.expected(Sums(), F64, rounds)[:, seen],
+              twins=rounded_twins(lambda sums, keys=keys: keys.expected(sums, F32, rounds)[:, seen]))  # fmt: skip
+        judge("sparse_attn", f"{case}, scores {level:g} and {others:g}: the sink leaves nothing", out[:, drowned], exact=True, reference=lambda: torch.zeros(1, 2, d))
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("way", WAYS)
+def test_sparse_attn_of_a_split_that_towers_over_the_others(way, where, device, hostile, judge):
+    """The largest scores lie 130 above the rest, beyond what an exponential holds, in any of seven splits; or 130 below; or the sink does."""
+    judge_towering(device, hostile, judge, f"{where} of 7 runs, {way}", 128, 64, WHERE[where], **WAYS[way])
 
 
 def test_sparse_attn_weights_sum_to_one_less_the_sink(device, hostile, judge):

@@ -59,7 +59,7 @@ def positions_with_pads(rows: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("start", "count", "s"),
-    [([0], [1], 1), ([5, 0, 1_048_000], [3, 0, 575], 575), ([7, 130], [1, 0], 1)],
+    [([0], [1], 1), ([5, 0, 1_048_000, 1999, 65_535], [3, 0, 575, 4, 2], 575), ([7, 130, 2000, 99_999, 0], [1, 0, 1, 1, 1], 1)],
     ids=["first token", "uneven prompts and an empty row", "a row that rests"],
 )
 def test_positions_count_on_per_row(start, count, s, device, hostile, judge):

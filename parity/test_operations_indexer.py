@@ -198,9 +198,9 @@ def test_every_dim_and_code_is_read_where_it_lies(variant, device, hostile, judg
 @VARIANTS
 def test_long_rows_and_chunks_wrap(variant, device, hostile, judge):
     """2,400 keys: several runs a warp, several tiles; 135 queries: chunks of 64 and a rest, rows that change, pads, any length."""
-    world = World(T=135, hi=2, b=3, capacity=2390, seed=70)
+    world = World(T=135, hi=2, b=5, capacity=2390, seed=70)
     world.weights = world.weights.abs()
-    world.row = ints([0] * 40 + [1] * 60 + [2] * 35)
+    world.row = ints([0] * 40 + [1] * 40 + [2] * 20 + [4] * 15 + [3] * 20)
     world.position = torch.randint(0, 4 * 2395, (135,), generator=generator(71), dtype=I32)
     world.position[[1, 41]] = ints([2, 3])
     world.position[[5, 64, 134]] = -1

@@ -20,8 +20,10 @@ from parity.test_operations_attention import (
     LAST,
     SINKS,
     U8,
+    WHERE,
     Keys,
     ints,
+    judge_towering,
     rounded_twins,
 )
 from production import ops
@@ -37,9 +39,9 @@ SOURCES = {"window only": (0, None), "CSA list": (4, 150), "HCA all": (128, None
 @functools.cache
 def edge_keys(source: str, h: int) -> Keys:
     ratio, listed = SOURCES[source]
-    position = [*EDGES, -1, 0, 4, 128]
-    row = [0] * (len(EDGES) + 1) + [1] * 3
-    return Keys(d=512, r=64, h=h, window=128, slots=272, ratio=ratio, listed=listed, position=position, row=row, lengths=[258, 129])
+    position = [*EDGES, -1, 0, 4, 128, 5, 199, 130]
+    row = [0] * (len(EDGES) + 1) + [1] * 3 + [2, 3, 4]
+    return Keys(d=512, r=64, h=h, window=128, slots=272, ratio=ratio, listed=listed, position=position, row=row, lengths=[258, 129, 6, 200, 131])
 
 
 @WAYS
@@ -108,6 +110,13 @@ def test_sparse_attn_wgmma_follows_a_maximum_that_moves(variant, splits, device,
         keys.ring[0, p, 448:576] = rotated.view(U8)
         keys.values[0, p][448:] = rotated.float()
     keys.judge(device, hostile, judge, f"a moving maximum, {variant}, {splits} splits", variant=variant, splits=splits)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(("variant", "splits"), [("wgmma", 1), ("wgmma", 7), ("wgmma_p_bf16", 7)])
+def test_sparse_attn_wgmma_of_a_split_that_towers_over_the_others(variant, splits, where, device, hostile, judge):
+    """As of the other variants: 130 above or below the rest in any of seven splits of a pair of tiles, or the sink is."""
+    judge_towering(device, hostile, judge, f"{where} of 7 runs, {variant}, {splits} splits", 512, 128, WHERE[where], variant=variant, splits=splits)
 
 
 def test_sparse_attn_wgmma_reads_every_code_at_every_scale(device, hostile, judge):
