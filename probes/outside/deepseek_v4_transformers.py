@@ -266,8 +266,8 @@ def _listed(seen: Tensor, first: int, width: int) -> Tensor:
     none = torch.iinfo(torch.int64).max
     numbers = torch.where(seen, first + torch.arange(seen.shape[-1]), none).sort(-1).values
     most = max(int(seen.sum(-1).max()) if seen.numel() else 0, width)
-    numbers = torch.nn.functional.pad(numbers, (0, max(0, most - numbers.shape[-1])), value=none)[..., :most]
-    return numbers.masked_fill(numbers == none, -1)
+    numbers = numbers.masked_fill(numbers == none, -1)
+    return torch.nn.functional.pad(numbers, (0, max(0, most - numbers.shape[-1])), value=-1)[..., :most]
 
 
 def _narrow(root: Any, dtype: torch.dtype) -> None:
