@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent / "pictures"
 WIDTH, COLOURS = 1280, 64
 HIDDEN = "nav { display: none !important }"  # it floats over whatever is below
 # name -> (selector of a part of the report, largest height)
-PARTS = {"first-screen": ("header", 500), "heat-map": ("#map", 1150), "gate": ("#failures", 560)}
+PARTS = {"first-screen": ("header", 500), "heat-map": ("#map", 1150), "gate": ("#failures article, #failures .card", 560)}
 
 
 def main(arguments: list[str]) -> int:

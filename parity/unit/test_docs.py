@@ -230,7 +230,7 @@ def hidden_commands(page: str, text: str) -> list[str]:
 def sources(words: Sequence[str]) -> str:
     """The text that must know a command's options; empty where there is no such module."""
     if words[0] == "pytest":
-        return "\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("parity/session.py", "dsv4_parity.py"))
+        return "\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("parity/session.py", "parity/outsider.py", "dsv4_parity.py"))
     path = ROOT / words[2].replace(".", "/")
     path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     shared = SHARED.get(words[2].split(".")[0])
@@ -363,7 +363,7 @@ def test_the_page_of_points_is_the_vocabulary() -> None:
 
 
 def test_the_readme_lists_every_option_of_the_audit() -> None:
-    taken = set(re.findall(r'addoption\("(--[\w-]+)"', (ROOT / "parity" / "session.py").read_text(encoding="utf-8")))
+    taken = {option for path in (ROOT / "parity").glob("*.py") for option in re.findall(r'addoption\("(--[\w-]+)"', path.read_text(encoding="utf-8"))}
     listed = {option for row in rows("README.md", "| option | meaning |") for option in re.findall(r"--[\w-]+", row[0])}
     assert len(taken) > 12
     assert listed == taken
