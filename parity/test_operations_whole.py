@@ -420,3 +420,34 @@ def test_a_state_comes_back_as_it_was(loaded, judge_equal):
     if not same(model.decode(token, other).cpu(), model.decode(token, state).cpu()):
         different.append(("logits of the next step", "batching"))
     judge_equal("restore", "export, import, export", len(exported(model, state)) + 1, different)
+
+
+class BrokenError(Exception):
+    """What an observer of this file raises."""
+
+
+@pytest.mark.parametrize("call", ["prefill", "layer"])
+def test_a_call_that_breaks_half_way_leaves_the_state_as_it_was(call, loaded, judge_equal):
+    """An observer stops a prefill in its third chunk, and one layer in its second: every part, and the next step's logits."""
+    model = loaded(16)
+    broken, kept = model.new_state(2), model.new_state(2)
+    for state in (broken, kept):
+        model.prefill(ragged(model, [37, 9]), state, [37, 9])
+    calls = 0
+
+    def stop(point: str, value: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == (3 if call == "prefill" else 2):
+            raise BrokenError
+
+    layer, tokens = model.layers[-1], ragged(model, [45, 45])
+    X = torch.randn(2, 45, model.config.hc_mult, model.config.hidden_size, generator=torch.Generator().manual_seed(4))
+    run = partial(model.prefill, tokens, broken, [45, 40]) if call == "prefill" else partial(model.run_layer, layer, X, tokens, broken)
+    with pytest.raises(BrokenError), model.taps.observe([f"layers.{layer}.ffn.out"], stop):
+        run()
+    different = state_differs(model, broken, kept)
+    token = torch.tensor([3, 8])
+    if not different and not same(model.decode(token, broken).cpu(), model.decode(token, kept).cpu()):
+        different.append(("logits of the next step", "batching"))
+    judge_equal("restore", f"a {call} that breaks", len(exported(model, kept)) + 1, different)
