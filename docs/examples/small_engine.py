@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 # ---- the engine ----
 
@@ -23,7 +23,7 @@ def read_weights(folder, wanted):
     raw = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(file, "pt") as shard:
-            raw |= {name: shard.get_tensor(name) for name in shard.keys() if wanted(name)}  # noqa: SIM118: it is no mapping
+            raw |= {name: shard.get_tensor(name) for name in shard.keys() if wanted(name)}  # noqa: SIM118
     nibbles = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     for name in [name for name in raw if name.endswith(".scale")]:
         at, scale = name.removesuffix("scale") + "weight", raw.pop(name).float()
