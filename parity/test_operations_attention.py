@@ -803,8 +803,11 @@ def judge_towering(device, hostile, judge, case: str, d: int, run: int, where: i
     for level, others in ((130.0, 0.0), (0.0, -130.0)):
         keys = towering_keys(d, run, 7, where, level, others)
         out = keys.run(device, hostile, **way)[0]
-        judge("sparse_attn", f"{case}, scores {level:g} and {others:g}", out[:, seen], reference=lambda keys=keys: keys.expected(Sums(), F64, rounds)[:, seen],
-              twins=rounded_twins(lambda sums, keys=keys: keys.expected(sums, F32, rounds)[:, seen]))  # fmt: skip
+
+        def expected(sums: Sums, dtype: torch.dtype = F32, keys: Keys = keys) -> Tensor:
+            return keys.expected(sums, dtype, rounds)[:, seen]
+
+        judge("sparse_attn", f"{case}, scores {level:g} and {others:g}", out[:, seen], reference=functools.partial(expected, Sums(), F64), twins=rounded_twins(expected))
         judge("sparse_attn", f"{case}, scores {level:g} and {others:g}: the sink leaves nothing", out[:, drowned], exact=True, reference=lambda: torch.zeros(1, 2, d))
 
 

@@ -127,7 +127,7 @@ def test_an_output_with_gaps_or_turned_is_taken():
 
 class Seen(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.operations: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -233,13 +233,13 @@ def shifted(*shape: int, by: int) -> tuple[Tensor, Tensor]:
 
 def hc_pre(device: CpuDevice, **given: Any) -> None:
     T, n, D = 2, 4, 256
-    tensors = {
+    tensors: dict[str, Any] = {
         "X": bf16(T, n, D), "fn": torch.zeros(24, n * D), "base": torch.zeros(24), "scale": torch.zeros(3), "pre": torch.zeros(T, n), "post": torch.zeros(T, n),
         "comb": torch.zeros(T, n, n), "a": bf16(T, D),
     }  # fmt: skip
-    more = {"sums": torch.zeros(ops.mix_scratch(T, D, "split")), "counters": torch.zeros(T, dtype=I32), "variant": "split"}
+    more: dict[str, Any] = {"sums": torch.zeros(ops.mix_scratch(T, D, "split")), "counters": torch.zeros(T, dtype=I32), "variant": "split"}
     tensors |= {name: value for name, value in given.items() if name in tensors}
-    ops.hc_pre(device, *tensors.values(), 3, 1e-6, 1e-6, **(more | {name: value for name, value in given.items() if name not in tensors}))
+    ops.hc_pre(device, **tensors, iters=3, hc_eps=1e-6, norm_eps=1e-6, **(more | {name: value for name, value in given.items() if name not in tensors}))
 
 
 def experts(device: CpuDevice, scratch: Tensor | None = None, variant: str = "mma", slices: int | None = None, same: bool = False) -> None:
@@ -363,7 +363,7 @@ def test_done_and_parts_of_attention_with_gaps_are_refused(device):
     T, h, d, splits = 1, 16, 128, 2
     ring, ring_position = torch.zeros(1, 128, ops.entry_bytes(d, 64), dtype=U8), torch.zeros(1, 128, dtype=I32)
     zero = torch.zeros(1, dtype=I32)
-    given = {"part_o": torch.zeros(T, splits, h, d), "part_ml": torch.zeros(T, splits, h, 2), "done": torch.zeros(ops.merge_counters(T, h) + 1, dtype=I32)}
+    given: dict[str, Any] = {"part_o": torch.zeros(T, splits, h, d), "part_ml": torch.zeros(T, splits, h, 2), "done": torch.zeros(ops.merge_counters(T, h) + 1, dtype=I32)}
     for name, wrong in (("part_o", torch.zeros(T, splits, h, 2 * d)[..., :d]), ("part_ml", torch.zeros(T, splits, h, 4)[..., :2]), ("done", torch.zeros(4, 2, dtype=I32)[:, :1])):
         with pytest.raises(KernelError, match=f"sparse_attn: {name} .* expected contiguous"):
             ops.sparse_attn(device, bf16(T, h, d), ring, ring_position, None, None, zero, zero, torch.zeros(h), bf16(T, h, d), 128, 0, splits, variant="flash", **(given | {name: wrong}))

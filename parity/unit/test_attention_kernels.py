@@ -48,6 +48,8 @@ FLASH_SINK: Check = (checks.test_sparse_attn_flash_counts_the_sink_once, {"split
 FLASH_BLOCKS: Check = (checks.test_sparse_attn_flash_does_not_depend_on_who_shares_a_block, {"splits": 3, "variant": "flash"})
 FLASH_P: Check = (checks.test_sparse_attn_flash_keeps_what_bf16_would_round_off_p, {"d": 128})
 FLASH_CODES: Check = (checks.test_sparse_attn_flash_reads_every_code_at_every_scale, {"d": 512, "splits": 1})
+TOWER: Check = (checks.test_sparse_attn_of_a_split_that_towers_over_the_others, {"way": "7 splits", "where": "last"})
+FLASH_TOWER: Check = (checks.test_sparse_attn_of_a_split_that_towers_over_the_others, {"way": "flash, 7 splits", "where": "last"})
 HC_PRE: Check = (checks.test_hc_pre_normalises_columns_last, HC)
 HC_EPS: Check = (checks.test_hc_pre_normalises_columns_last, {**HC, "iters": 3, "hc_eps": 0.03, "norm_eps": 0.5})
 EPS = {"iters": 3, "hc_eps": 0.03, "norm_eps": 0.5}
@@ -79,6 +81,8 @@ CLEAN: dict[str, Check] = {
     "attention, flash in one launch": FLASH_HOLES,
     "attention, flash in blocks of 16, 32 and 64 heads": FLASH_BLOCKS,
     "attention, flash, every code": FLASH_CODES,
+    "attention, a split that towers": TOWER,
+    "attention, flash, a split that towers": FLASH_TOWER,
     "attention naive": (checks.test_sparse_attn_at_the_end_of_the_longest_context, {"way": "naive"}),
     "hc_pre": (checks.test_hc_pre_normalises_columns_last, {**HC, "n": 3, "D": 100}),
     "hc_pre naive": (checks.test_hc_pre_normalises_columns_last, {**HC, "n": 2, "D": 161, "variant": "naive"}),
@@ -105,6 +109,8 @@ def test_kernels_are_clean_under_the_memory_checker_in_random_order(check: Check
 MUTATIONS: dict[str, tuple[str, str, str, Check]] = {
     "decode sees one key less": ("sparse_attn.cu", "oldest_in_decode = max(0, p - window + 1)", "oldest_in_decode = max(0, p - window + 2)", DECODE),
     "sink counted per split": ("sparse_attn.cu", "denominator += ml[1] * exp_below(ml[0], largest);", "denominator += ml[1] * exp_below(ml[0], largest) + (s ? exp_below(sink[h], largest) : 0.f);", SINK),
+    "the last split is left out of the maximum": ("sparse_attn.cu", "for (int s = 0; s < splits; s++) largest", "for (int s = 0; s < splits - 1; s++) largest", TOWER),
+    "flash: the last split is left out of the maximum": ("sparse_attn_splits.cuh", "for (int s = 0; s < used; s++) largest", "for (int s = 0; s < used - 1; s++) largest", FLASH_TOWER),
     "a group is seen before it is complete": ("sparse_attn_keys.cuh", "min((p + 1) / ratio, capacity)", "min((p + ratio) / ratio, capacity)", HOLES),
     "sum not rescaled with the maximum": ("sparse_attn.cu", "s.sum[tid] = s.sum[tid] * s.rescale[tid] + added;", "s.sum[tid] = s.sum[tid] + added;", PREFILL),
     "sink of the first head for all": ("sparse_attn.cu", "exp_below(sink[head0 + h], with_sink)", "exp_below(sink[head0], with_sink)", PREFILL),
