@@ -39,6 +39,7 @@ from parity.cache import (
     unpack_states,
     values_of,
 )
+from parity.gates import Gate, gate_of
 from parity.selection import state_phase
 from probes.core.queries import Stored, left_parts
 from probes.core.recorder import Recorder
@@ -228,7 +229,7 @@ Say = Callable[[str], None]
 Snapshots = dict[int, dict[str, Tensor]]
 
 
-@dataclass
+@dataclass(repr=False)  # a traceback that shows an audit would print every tensor
 class Audit:
     """Runs lazily: a phase is run when the first test asks for it. See the module's docstring."""
 
@@ -659,6 +660,10 @@ class Audit:
     def exposes(self, point: str) -> bool:
         """Whether production can show a point at all; ours shows every one."""
         return True
+
+    def gate(self, name: str) -> Gate:
+        """The row of the tolerance table for where this production rounds."""
+        return gate_of(name, self.production.policy)
 
     def reached(self, who: str, point: str, steps: tuple[int, int]) -> tuple[int, int]:
         """Those of the decode steps at which a run that stopped early has shown a point; all of them where it did not stop."""

@@ -37,7 +37,7 @@ def input_point(layer: int) -> str:
     return "embed" if layer == 0 else f"layers.{layer - 1}.hc_ffn.X"
 
 
-@dataclass
+@dataclass(repr=False)
 class OutsideAudit(Audit):
     """An audit whose production is an adapter (probes/outside/protocol.py): free-running values, and what it does not show.
 
