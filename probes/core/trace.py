@@ -2,7 +2,7 @@
 
 A pass is one prefill or one decode step, keyed by (phase, step). On disk a trace is a directory: `manifest.json` with the
 schema, the points and their legends, positions, valid masks, token ids and the model's description, and one safetensors
-file per pass. Nothing is decoded or judged here; nothing but safetensors is read.
+file per pass. Nothing is decoded or judged here; nothing but safetensors is read. Written is format 2; 1 is read too.
 
     trace = Trace.load("trace-reference"); trace.get("layers.2.attn.q", "prefill")
 
@@ -25,11 +25,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from probes.core.trace_files import KIND, SCHEMA, Raw, assemble, is_point, read_directory, read_manifest
 from reference.config import InputError
-from reference.points import INDICES, SCORES, spec_of
+from reference.points import INDICES, SCORES, VALUES, spec_of
 
-SCHEMA = 1
-KIND = "dsv4-trace"
+FIRST_SCHEMA = 1
 PREFILL, DECODE = "prefill", "decode"
 CALL = "call"  # the pass that takes what is shown before the first `begin`
 PHASES = (PREFILL, DECODE, CALL)
@@ -60,11 +60,16 @@ class Pass:
         return (self.phase, self.step)
 
 
+def kind_of(name: str) -> str:
+    """How a name is compared; what is no point holds plain values."""
+    return spec_of(name).kind if is_point(name) else VALUES
+
+
 def copy_of(point: str, value: Tensor) -> Tensor:
     """A packed CPU copy of a shown value: fp32, int64 for indices; NaN and infinities stay."""
     if value.dim() < 2:
         raise RuntimeError(f"{point}: shown with shape {list(value.shape)}; every point starts with [b, s]")
-    dtype = torch.int64 if spec_of(point).kind == INDICES else torch.float32
+    dtype = torch.int64 if kind_of(point) == INDICES else torch.float32
     return torch.empty(value.shape, dtype=dtype).copy_(value.detach())
 
 
@@ -72,7 +77,7 @@ def join(point: str, parts: Sequence[Tensor]) -> Tensor:
     """Parts of one point along s. SCORES and INDICES may differ in their last axis: it grows at its end (-inf, -1)."""
     if len(parts) == 1:
         return parts[0]
-    pad = PADS.get(spec_of(point).kind)
+    pad = PADS.get(kind_of(point))
     if pad is not None:
         width = max(part.shape[-1] for part in parts)
         parts = [grow_last(part, width, pad) for part in parts]
@@ -91,7 +96,9 @@ def grow_last(value: Tensor, width: int, fill: float) -> Tensor:
 class Trace:
     """What was recorded. A recorder fills it; `get`, `stack` and `fired` read it; `save` and `load` keep it.
 
-    points       names that were asked for
+    points       names that were asked for; other  names in it that are no points: kept, compared by probes.diff only
+    gaps         (phase, step, name) -> why a saved value cannot be used: read from disk only
+    dtypes       (phase, step, name) -> as stored, where that is known
     description  facts of the model and the run, plain JSON
     passes       (phase, step) -> Pass, in order of recording
     """
@@ -100,6 +107,9 @@ class Trace:
         self.points = tuple(dict.fromkeys(points))
         for point in self.points:
             spec_of(point)
+        self.other: tuple[str, ...] = ()
+        self.gaps: dict[tuple[str, int | None, str], str] = {}
+        self.dtypes: dict[tuple[str, int | None, str], str] = {}
         self.description: dict[str, Any] = dict(description or {})
         self.passes: dict[PassKey, Pass] = {}
         self._current: Pass | None = None
@@ -230,6 +240,8 @@ class Trace:
                 "kind": KIND,
                 "schema": SCHEMA,
                 "description": self.description,
+                "rank": 0,
+                "size": 1,
                 "points": {point: _point_entry(point) for point in self.points},
                 "passes": listed,
             }
@@ -248,16 +260,13 @@ class Trace:
         """Read a saved trace, strictly. Raises InputError: no trace, another schema, a missing or broken part."""
         root = Path(directory)
         path = root / "manifest.json"
-        if not path.is_file():
-            raise InputError(f"{root}: no manifest.json; this is not a saved trace")
-        try:
-            manifest = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
-        except (ValueError, OSError, RecursionError) as error:
-            raise InputError(f"{path}: broken JSON: {error}") from None
-        if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
-            raise InputError(f"{path}: expected a manifest of kind {KIND!r}")
-        if manifest.get("schema") != SCHEMA:
-            raise InputError(f"{path}: schema {manifest.get('schema')!r}; this version reads {SCHEMA}")
+        if not path.is_file() and any(root.glob("rank-*/manifest.json")):
+            raise InputError(f"{root}: a trace of several ranks; next: probes.outside.trace.open_trace puts it together")
+        manifest = read_manifest(root)
+        if manifest.get("schema") == SCHEMA:
+            return cls.of(read_directory(root, manifest))
+        if manifest.get("schema") != FIRST_SCHEMA:
+            raise InputError(f"{path}: schema {manifest.get('schema')!r}; this version reads {FIRST_SCHEMA} and {SCHEMA}")
         try:
             trace = cls(manifest["points"], manifest["description"])
             for entry in manifest["passes"]:
@@ -265,6 +274,28 @@ class Trace:
         except InputError as error:
             raise InputError(f"{path}: {error}" if str(root) not in str(error) else str(error)) from None
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise InputError(f"{path}: broken manifest: {type(error).__name__}: {str(error).splitlines()[0]}") from None
+        trace._current = None
+        return trace
+
+    @classmethod
+    def of(cls, raw: Raw) -> Trace:
+        """A trace of what a folder (or folders that were put together) holds. Raises InputError."""
+        path = raw.root / "manifest.json"
+        names = dict.fromkeys([*raw.points, *(name for one in raw.passes for name in one.parts)])
+        trace = cls([name for name in names if is_point(name)], raw.description)
+        trace.other = tuple(name for name in names if not is_point(name))
+        try:
+            for one in assemble(raw):
+                trace.begin(one.phase, one.step, one.positions, one.valid, one.tokens)
+                for name, value in one.values.items():
+                    trace.passes[one.phase, one.step].chunks[name] = [value]
+                    trace.dtypes[one.phase, one.step, name] = one.dtypes[name]
+                    trace.get(name, one.phase, one.step)  # positions, valid and tokens agree with it
+                trace.gaps |= {(one.phase, one.step, name): why for name, why in one.gaps.items()}
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+        except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(f"{path}: broken manifest: {type(error).__name__}: {str(error).splitlines()[0]}") from None
         trace._current = None
         return trace
@@ -319,10 +350,6 @@ def _from_list(value: Any, dtype: torch.dtype) -> Tensor | None:
     return None if value is None else torch.tensor(value, dtype=dtype)
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not strict JSON")
-
-
 def _point_entry(point: str) -> dict[str, Any]:
     spec = spec_of(point)
     return {"shape": spec.shape, "kind": spec.kind, "sparse": spec.sparse, "meaning": spec.meaning}
@@ -336,5 +363,8 @@ def _pass_entry(one: Pass, file: str, held: Mapping[str, Tensor]) -> dict[str, A
         "positions": None if one.positions is None else one.positions.tolist(),
         "valid": None if one.valid is None else one.valid.tolist(),
         "tokens": None if one.tokens is None else one.tokens.tolist(),
-        "tensors": {point: list(value.shape) for point, value in held.items()},
+        "tensors": {
+            point: {"point": point, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "shard": None}
+            for point, value in held.items()
+        },
     }
