@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parity import gates
 from parity.audit import Audit, Floor
-from parity.gates import GATES, Gate
+from parity.gates import Gate
 from parity.selection import Case, layer_cases
 from probes.core.records import State, Verdict
 from probes.core.rows import absent_rows, least_size, row_errors, rows_of
@@ -60,7 +60,7 @@ def _judged_case(audit: Audit, case: Case, test_id: str) -> Verdict:
         return with_step(judge_visible(audit, case, base, got, want, valid), case)
     passes: list[PassKey] = [("prefill", None)] if case.steps is None else [("decode", step) for step in range(case.steps[0], case.steps[1] + 1)]
     floor = audit.floor(case.mode, case.point)
-    verdict = judge_values(base, spec, GATES[spec.name], case.mode, got, want, valid, floor, passes)
+    verdict = judge_values(base, spec, audit.gate(spec.name), case.mode, got, want, valid, floor, passes)
     if verdict.state is State.FAIL and spec.name in ROTATED:
         component, because = _which_part(verdict, got, want, valid, audit.config.qk_rope_head_dim)
         verdict = replace(verdict, component=component, details={**verdict.details, "because": because})
@@ -374,7 +374,7 @@ def judge_visible(audit: Audit, case: Case, base: Verdict, got: Tensor, want: Te
 def judge_mhc(audit: Audit, layer: int, phase: str, half: str) -> Verdict:
     """Sums and ranges of one site over the whole phase, from the isolated run (inputs are the reference's own)."""
     point = f"layers.{layer}.{half}.comb"
-    base = Verdict("mhc.sums", point, "isolated", State.NOT_RUN, "deviation of the sums of comb from the reference's", layer=layer, phase=phase, component="mHC", local=True, why=GATES["mhc.sums"].why)
+    base = Verdict("mhc.sums", point, "isolated", State.NOT_RUN, "deviation of the sums of comb from the reference's", layer=layer, phase=phase, component="mHC", local=True, why=audit.gate("mhc.sums").why)
     values = {}
     for name in ("pre", "post", "comb"):
         for who in ("isolated", audit.reference_of("isolated")):
@@ -388,7 +388,7 @@ def judge_mhc(audit: Audit, layer: int, phase: str, half: str) -> Verdict:
     # The last step normalises columns: they are 1 whatever the streams. Rows are as far from 1 as the reference's, up to comb's own limit.
     columns = float((comb.sum(-2) - 1).abs().max())
     rows = float((comb.sum(-1) - want.sum(-1)).abs().max())
-    gate, matrix, n = GATES["mhc.sums"], GATES[f"{half}.comb"], audit.config.hc_mult
+    gate, matrix, n = audit.gate("mhc.sums"), audit.gate(f"{half}.comb"), audit.config.hc_mult
     floor = audit.floor("isolated", point)
     due = float((want.sum(-2) - 1).abs().max())
     column_check = gates.judge(columns, due, gate.eps("isolated"), 1.0, comb.shape[0], "columns of comb off 1 by")
@@ -426,7 +426,7 @@ def _why_missing(audit: Audit, point: str) -> str:
 def judge_residual(audit: Audit, layer: int, phase: str) -> Verdict:
     """Ratio of production's |X| to the reference's after a layer, free-running: largest and RMS, worst stream."""
     point = f"layers.{layer}.hc_ffn.X"
-    gate = GATES["residual"]
+    gate = audit.gate("residual")
     base = Verdict("residual", point, "free", State.NOT_RUN, "|X| ratio to the reference, off 1 by", layer=layer, phase=phase, component="mHC", why=gate.why)
     got, want = (whole_phase(audit, who, point, phase) for who in ("production", "reference"))
     if got is None or want is None:

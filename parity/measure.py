@@ -18,7 +18,6 @@ from torch import Tensor
 from parity import gates, witness
 from parity.audit import Audit
 from parity.evaluate import whole_phase
-from parity.gates import GATES
 from probes.core.attention import PARTS
 from probes.core.drift import drift_measurement, middle, short, step_series, worst
 from probes.core.measure import (
@@ -86,7 +85,7 @@ def residual(audit: Audit, layer: int, phase: str) -> list[Measurement]:
     values["ratio"] = values["production_rms"] / values["reference_rms"] if values["reference_rms"] else math.nan
     ratios = [got / want if want else math.nan for got, want in zip(streams["production"], streams["reference"], strict=True)]
     values["stream_ratio"] = ratios
-    gate, floor = GATES["residual"], audit.floor("free", point)
+    gate, floor = audit.gate("residual"), audit.floor("free", point)
     limit = gate.k("free") * floor.error + gate.eps("free")
     values["health"] = "healthy" if all(abs(ratio - 1) <= limit for ratio in (*ratios, values["ratio"])) else "suspicious"
     return [Measurement("residual", layer=layer, phase=phase, point=point, values=values)]
@@ -418,7 +417,7 @@ def _free_errors(audit: Audit, point: str, got: Tensor, want: Tensor) -> Tensor:
 
 def _limit_of(audit: Audit, point: str) -> float | None:
     """What the gate of a free-running point allows its worst row; None: it cannot judge."""
-    gate, floor = GATES[spec_of(point).name], audit.floor("free", point)
+    gate, floor = audit.gate(spec_of(point).name), audit.floor("free", point)
     judged = gates.judge(0.0, floor.error if floor.rows else math.nan, gate.eps("free"), gate.k("free"))
     return judged.limit if judged.state is State.PASS else None
 

@@ -15,24 +15,47 @@ from typing import Any
 
 import pytest
 
+from parity.logits import Answers, LogitsAudit
 from parity.outside import OutsideAudit
+from parity.traced import TraceAudit, Traced
 from probes.core.records import Measurement
 from probes.core.wording import plural
 from probes.outside import deepseek_v4_transformers
+from probes.outside.logits import Given
 from probes.outside.protocol import accepts, load_factory, wrap
-from reference.config import InputError
+from reference.config import InputError, ModelConfig
+from reference.formats import NAMED, Policy
 from reference.points import layer_of
 
 DOORS = {"production": "--production", "trace_dir": "--trace", "logits": "--logits"}
 # Tests that read recorded points only; the others run layers, operations or states of this project's production.
-FILES = frozenset({"test_layers.py", "test_logits.py", "test_text.py", "test_visible.py", "test_mixing.py"})
+FILES = frozenset({"test_layers.py", "test_logits.py", "test_text.py", "test_visible.py", "test_mixing.py", "test_policy.py"})
+RANKS = "test_ranks.py"  # of a trace of several ranks
+LOGITS_FILES = frozenset({"test_logprobs.py"})  # with --logits, and only there
 OPTIONS_OF_OURS = ("decode", "variants", "inject", "faults")
 
 
 def add_options(group: Any) -> None:
     """The doors on the command line."""
     group.addoption("--production", default=None, metavar="transformers|MODULE:FACTORY", help="audit this model instead of the project's own production (probes/outside/protocol.py)")
+    _give_way(group.parser, "--trace", "--pdb-trace")
+    group.addoption("--trace", "--trace-dir", dest="trace_dir", default=None, metavar="DIR", help="audit what a trace holds: of probes/capture.py in any engine, or of probes.record; pytest's own --trace is --pdb-trace here")
     group.addoption("--dtype", default=None, metavar="fp32|bf16", help="of --production, where it can choose (default: fp32)")
+    group.addoption("--logits", default=None, metavar="FILE.jsonl", help="audit what a server said: token ids and log-probabilities, a sequence a line (docs/your-stack.md)")
+    group.addoption("--policy", default=None, metavar="NAME", help=f"where the reference rounds, with one of these doors: {', '.join(NAMED)}, or rounding points with commas (default: what the model or trace declares; --logits: published)")
+
+
+def _give_way(parser: Any, taken: str, instead: str) -> None:
+    """An option of pytest's own gets another name on the command line; its destination stays."""
+    for option in (option for group in parser._groups for option in group.options if taken in option.names()):
+        action = getattr(option, "_action", None)
+        if action is None:  # pytest 8: argparse is filled from these when it parses
+            option._long_opts[option._long_opts.index(taken)] = instead
+            continue
+        table = parser.optparser._option_string_actions
+        action.option_strings[action.option_strings.index(taken)] = instead
+        table[instead] = table.pop(taken)
+
 
 
 @dataclass
@@ -46,7 +69,7 @@ class NotCovered:
 
     def measurements(self) -> list[Measurement]:
         """One line a point: how many tests could not judge it."""
-        return [Measurement("not covered", layer=layer_of(point), point=point, values={"tests": len(tests), "first": tests[0]}) for point, tests in self.tests.items()]
+        return [Measurement("not covered", layer=layer_of(point), point=point, values={"tests": len(tests), "first": tests[0] if tests else ""}) for point, tests in self.tests.items()]
 
 
 @dataclass
@@ -60,6 +83,7 @@ class Outsider:
     name: str
     production: Any
     coverage: str = ""
+    kind: type[OutsideAudit] = OutsideAudit
     not_covered: NotCovered = field(default_factory=NotCovered)
 
     def words(self, audit: OutsideAudit) -> str:
@@ -74,15 +98,24 @@ def asked(config: pytest.Config) -> str:
     """Which door the command line names; empty: none. Raises InputError on two, or on options that only this project's production has."""
     named = [door for door in DOORS if config.getoption(door, None) is not None]
     if not named:
-        if config.getoption("dtype", None) is not None:
-            raise InputError("--dtype: it needs --production")
+        for option in ("dtype", "policy"):
+            if config.getoption(option, None) is not None:
+                raise InputError(f"--{option}: it needs {'--production' if option == 'dtype' else 'one of ' + ', '.join(DOORS.values())}")
         return ""
     if len(named) > 1:
         raise InputError(f"{DOORS[named[0]]} and {DOORS[named[1]]}: one of them")
+    if named[0] == "logits" and config.getoption("prompt", None):
+        raise InputError("--prompt with --logits: the file holds its own tokens")
     for option in OPTIONS_OF_OURS:
         if config.getoption(option, None) is not None:
             raise InputError(f"--{option} with {DOORS[named[0]]}: it is for this project's own production")
     return named[0]
+
+
+def open_trace(traced: Traced, config: ModelConfig, layers: range) -> Outsider:
+    """The trace behind `--trace` in the place of production. Raises InputError."""
+    player = traced.player(config, layers)
+    return Outsider(player.name, player, kind=TraceAudit)
 
 
 def open_production(name: str, dtype: str | None, checkpoint_dir: Path, layers: Sequence[int], max_context: int, device: str) -> Outsider:
@@ -97,3 +130,16 @@ def open_production(name: str, dtype: str | None, checkpoint_dir: Path, layers: 
             raise InputError(f"--dtype {dtype}: {name} takes none")
         model = wrap(factory(checkpoint_dir, **taken), layers)
     return Outsider(model.name, model)
+
+
+def policy_of(given: str | None) -> frozenset[str] | None:
+    """The rounding points that `--policy` names; None: not given. Raises InputError."""
+    if given is None:
+        return None
+    return Policy.parse(given if given in NAMED else given.split(",")).points
+
+
+def open_logits(file: str, given: Sequence[Given]) -> Outsider:
+    """What a file says, in the place of production; where the server rounds nobody knows."""
+    answers = Answers(given, f"logits of {Path(file).name}", NAMED["published"])
+    return Outsider(answers.name, answers, coverage="logits only", kind=LogitsAudit)

@@ -27,16 +27,18 @@ from typing import Any
 import pytest
 import torch
 
-from parity import device_witness, evaluate, outsider, planted, score, selection, stored, terminal
+from parity import device_witness, evaluate, outsider, planted, policy, score, selection, stored, terminal
 from parity.attribution import first_divergence, operations_behind
 from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
 from parity.cache import ReferenceCache, cache_folder, checkpoint_facts, code_hash, machine_facts
 from parity.gates import with_numbers
 from parity.isolation import REPRO, strength, strengthened, with_repro
+from parity.logits import LogitsAudit
 from parity.measure import measurements
 from parity.mechanisms import mechanisms, unexercised
 from parity.outside import OutsideAudit
 from parity.redact import NO_REPRO, Redactor, decoder_of
+from parity.traced import Traced, read_traced
 from parity.waivers import Waivers, read_waivers, unwaived, waived_before
 from probes.core import inputs
 from probes.core.records import (
@@ -55,6 +57,7 @@ from probes.core.records import (
     summarise,
 )
 from probes.core.wording import plural
+from probes.outside.logits import Given, read_logits, steps_of
 from reference.checkpoint import Checkpoint
 from reference.config import InputError
 from reference.points import places_of_model
@@ -131,7 +134,13 @@ def ignore_collect(path: Path, config: pytest.Config) -> bool | None:
     run = config.stash.get(RUN, None)
     if path.name == "test_graph.py" and run is not None and "decode" not in run.phases:
         return True
-    if run is not None and run.door and path.name.startswith("test_") and path.parent == PARITY and path.name not in outsider.FILES:
+    if path.name == "test_policy.py" and run is not None and not run.door:
+        return True  # this project's own roundings are judged bit for bit, one by one
+    if path.name == outsider.RANKS and path.parent == PARITY:
+        return True if run is None or run.traced is None or run.traced.opened.size == 1 else None
+    if path.parent == PARITY and path.name in outsider.LOGITS_FILES:
+        return None if run is not None and run.door == "logits" else True
+    if run is not None and run.door and path.name.startswith("test_") and path.parent == PARITY and (run.door == "logits" or path.name not in outsider.FILES):
         return True  # it judges this project's own production
     return None
 
@@ -183,6 +192,9 @@ class Run:
     on_interrupt: Any = None
     door: str = ""
     outsider: outsider.Outsider | None = None
+    answers: list[Given] = field(default_factory=list)
+    policy_given: frozenset[str] | None = None
+    traced: Traced | None = None
     _behind: frozenset[str] | None = None
 
     def operations_behind(self) -> frozenset[str] | None:
@@ -261,6 +273,7 @@ def _checked(config: pytest.Config) -> Run:
         if option(name) not in (None, *allowed):
             raise InputError(f"{name} {option(name)}: expected {' or '.join(allowed)}")
     steps = _whole(option("--steps") or str(DEFAULT_STEPS if profile == "full" else FAULT_STEPS), "--steps", 0)
+    traced = None
     max_context = _whole(option("--max-context"), "--max-context", 1)
     directory = Path(option("--checkpoint"))
     if not directory.is_absolute():
@@ -286,14 +299,32 @@ def _checked(config: pytest.Config) -> Run:
         if profile == "faults":
             raise InputError("--waivers: the fault profile ends where a gate is red, accepted or not; next: --profile full")
         waivers = read_waivers(config.invocation_params.dir / option("--waivers"), model_config)
-    prompts = [inputs.read_prompt(spec, directory, model_config.vocab_size) for spec in option("--prompt") or list(fault.prompts if fault else ()) or [DEFAULT_PROMPT]]
+    if door == "trace_dir":
+        given = [inputs.read_prompt(spec, directory, model_config.vocab_size) for spec in option("--prompt") or ()]
+        traced = read_traced(config.invocation_params.dir / option("trace_dir"), model_config, given, None if option("--steps") is None else steps)
+        steps = traced.steps
+        if "decode" in phases and not steps:
+            if option("--phase") == "decode":
+                raise InputError(f"--phase decode --trace {option('trace_dir')}: the trace holds no decode step")
+            phases = ("prefill",)
+    answers: list[Given] = []
+    if door == "logits":
+        answers = read_logits(config.invocation_params.dir / option("logits"), directory, model_config.vocab_size)
+        held = steps_of(answers)
+        if "decode" in phases and option("--phase") == "decode" and not held:
+            raise InputError(f"--phase decode --logits {option('logits')}: no row after the prompt")
+        steps = held if option("--steps") is None else min(steps, held)
+        phases = phases if held else ("prefill",)
+    policy_given = outsider.policy_of(option("policy"))
+    held_prompts = [inputs.Prompt(one.label, one.prompt, one.completion) for one in answers] or (traced.prompts if traced else [])
+    prompts = held_prompts or [inputs.read_prompt(spec, directory, model_config.vocab_size) for spec in option("--prompt") or list(fault.prompts if fault else ()) or [DEFAULT_PROMPT]]
     longest = max(len(prompt.ids) for prompt in prompts)
     needed = longest + (steps if "decode" in phases else 0)
     if needed > max_context:
         raise InputError(f"prompt of {plural(longest, 'token')} and {plural(needed - longest, 'step')} need {plural(needed, 'token')}, --max-context is {max_context}")
     return Run(
         config, phases, layers, steps if "decode" in phases else 0, max_context, option("--device"), directory, prompts, fault, _report_dir(option("--report"), config), profile=profile,
-        waivers=waivers, baseline=baseline, door=door, reds=score.known_reds(), decode=option("--decode") or (fault.decode if fault else "") or "eager", variants=option("--variants") or (fault.variants if fault else "") or None,
+        waivers=waivers, baseline=baseline, door=door, traced=traced, answers=answers, policy_given=policy_given, reds=score.known_reds(), decode=option("--decode") or (fault.decode if fault else "") or "eager", variants=option("--variants") or (fault.variants if fault else "") or None,
     )  # fmt: skip
 
 
@@ -439,7 +470,10 @@ def _load(run: Run) -> None:
     try:
         if run.door:
             run.outsider = open_door(run, layers)
-            production, policy = run.outsider.production, run.outsider.production.policy
+            production = run.outsider.production
+            if run.policy_given is not None:
+                production.policy = run.policy_given
+            policy = production.policy
         else:
             from production.model import POLICY
 
@@ -465,7 +499,7 @@ def _load(run: Run) -> None:
     if not run.config.getoption("--no-cache") and not run.door:
         facts = {"checkpoint": checkpoint_facts(run.checkpoint_dir, layers), "code": code_hash(), **machine_facts()}
         cache = ReferenceCache(cache_folder(), facts)
-    kind = OutsideAudit if run.door else Audit
+    kind = run.outsider.kind if run.outsider is not None else OutsideAudit if run.door else Audit
     run.audit = kind(model, production if production is not None else _Missing(model, str(run.load_crash)), twins, plan, say=tell, cache=cache)
     run.audit.faulty = run.fault is not None
     if production is not None and not run.door and asks_for_witness(run):
@@ -483,6 +517,10 @@ def _load(run: Run) -> None:
 def open_door(run: Run, layers: range) -> outsider.Outsider:
     """Somebody else's production, as the command line names it. Raises InputError."""
     option = run.config.getoption
+    if run.answers:
+        return outsider.open_logits(option("logits"), run.answers)
+    if run.traced is not None:
+        return outsider.open_trace(run.traced, Checkpoint(run.checkpoint_dir, range(1)).config, layers)
     return outsider.open_production(option("--production"), option("--dtype"), run.checkpoint_dir, layers, run.max_context, run.device)
 
 
@@ -624,14 +662,14 @@ def command_line(config: pytest.Config) -> str:
     return shlex.join(["pytest", *map(str, config.invocation_params.args)])
 
 
-AGAIN = ("production", "dtype", "phase", "layers", "checkpoint", "prompt", "steps", "device", "decode", "variants", "max_context", "profile", "inject", "faults")
+AGAIN = ("production", "logits", "policy", "trace", "trace_dir", "dtype", "phase", "layers", "checkpoint", "prompt", "steps", "device", "decode", "variants", "max_context", "profile", "inject", "faults")
 
 
 def again_options(config: pytest.Config) -> str:
     """The options of this run that a test's id depends on, as typed behind `pytest ID`; empty for the defaults."""
     words: list[str] = ["--parity"] if is_elsewhere(config) else []
     for name in AGAIN:
-        given, option = config.getoption(name, None), "--" + name.replace("_", "-")
+        given, option = config.getoption("trace_dir" if name == "trace" else name, None), "--" + name.replace("_", "-")
         if given is not None and any(str(arg).split("=")[0] == option for arg in config.invocation_params.args):
             for value in given if isinstance(given, list) else [given]:
                 words += [option, str(value)]
@@ -655,8 +693,16 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     _record_unreached(session, run)
     narrowed = _narrowed(session)
     facts: list[Record] = [] if narrowed else list(coverage(run))
-    with run.audit.lenient() if isinstance(run.audit, OutsideAudit) else contextlib.nullcontext():
-        found = [*facts, *measurements(run.audit), *device_witness.measurements(run.audit), *run.audit.cache_facts(), *graphs(run.audit), *mechanisms(run.audit, ledger.records), *kernels(run)]
+    if isinstance(run.audit, LogitsAudit):
+        found: list[Record] = [*facts, *run.audit.measurements()]
+        for point in run.audit.uncovered():
+            assert run.outsider is not None
+            run.outsider.not_covered.tests.setdefault(point, [])
+    else:
+        with run.audit.lenient() if isinstance(run.audit, OutsideAudit) else contextlib.nullcontext():
+            found = [*facts, *measurements(run.audit), *device_witness.measurements(run.audit), *run.audit.cache_facts(), *graphs(run.audit), *mechanisms(run.audit, ledger.records), *kernels(run)]
+            if run.outsider is not None:
+                found += policy.measurements(run.audit)
     if run.outsider is not None:
         found += run.outsider.not_covered.measurements()
     for record in [*found, *run.waivers.facts()]:

@@ -24,7 +24,6 @@ from torch import Tensor
 from parity import gates
 from parity.audit import Audit, Floor
 from parity.evaluate import flip_margin, judge_greedy, judge_values, whole_phase
-from parity.gates import GATES
 from probes.core.attention import PARTS, Attended, Keys, attend, stored_keys, weight_sum
 from probes.core.drift import slope
 from probes.core.measure import FAULTS, RATIOS, nearest_step, sinkhorn_trail, visible_measurement
@@ -124,7 +123,7 @@ def _attention_points(audit: Audit, who: str, layer: int) -> list[tuple[str, str
 
 def judge_core(audit: Audit, layer: int, phase: str) -> Verdict:
     """production's attn.core against plain softmax attention on its own q and its own stored keys, free-running (P1)."""
-    point, gate = f"layers.{layer}.attn.core", GATES["core.witness"]
+    point, gate = f"layers.{layer}.attn.core", audit.gate("core.witness")
     base = Verdict("core.witness", point, "free", State.NOT_RUN, "worst row rel-L2 to plain attention", layer=layer, phase=phase, component="attention core", why=gate.why)
     for part in ("prefill", phase):
         missing = _missing(audit, base, _attention_points(audit, "production", layer), part)
@@ -304,7 +303,7 @@ def _at_step(audit: Audit, verdict: Verdict, phase: str) -> Verdict:
 
 def judge_sink(audit: Audit, layer: int, phase: str) -> Verdict:
     """The weights behind production's attn.core sum to 1 - the sink's share, per head and query, free-running (D6)."""
-    point, gate = f"layers.{layer}.attn.core", GATES["sink.sum"]
+    point, gate = f"layers.{layer}.attn.core", audit.gate("sink.sum")
     base = Verdict("sink.sum", point, "free", State.NOT_RUN, "sum of the weights off 1 - sink share by", layer=layer, phase=phase, component="sink", why=gate.why)
     for part in ("prefill", phase):
         missing = _missing(audit, base, _attention_points(audit, "production", layer), part)
@@ -328,7 +327,7 @@ def judge_sink(audit: Audit, layer: int, phase: str) -> Verdict:
     if judged.state is State.FAIL:
         over = (~(off <= judged.limit) & usable).any(-1).nonzero()
         details["first"] = over[over[:, 1].argmin()].tolist()
-        if not _only_scaled(audit.values("production", point, phase, _steps(audit, phase)), plain, valid, GATES["core.witness"].isolated):
+        if not _only_scaled(audit.values("production", point, phase, _steps(audit, phase)), plain, valid, audit.gate("core.witness").isolated):
             component = "attention core"  # the rows differ by more than a factor
     verdict = replace(
         base, state=judged.state, reason=judged.reason, value=float(off.max()), limit=judged.limit, spent=judged.spent, floor=floor, k=gate.k("isolated"),
@@ -370,7 +369,7 @@ def masses(audit: Audit, who: str, layer: int, phase: str, twin: int | None = No
 
 def judge_masses(audit: Audit, layer: int, phase: str) -> Verdict:
     """Attention on raw and pooled copies of the same tokens, on all window and all compressed keys, and on the sink (P5)."""
-    point, gate = f"layers.{layer}.attn.core", GATES["attn.mass"]
+    point, gate = f"layers.{layer}.attn.core", audit.gate("attn.mass")
     base = Verdict("attn.mass", point, "isolated", State.NOT_RUN, "share of attention, largest difference", layer=layer, phase=phase, component="attention core", local=True, why=gate.why)
     other = audit.reference_of("isolated")
     points = [p for who in ("isolated", other) for p in _attention_points(audit, who, layer)]
@@ -481,7 +480,7 @@ def judge_mixing(audit: Audit, layer: int, phase: str, half: str) -> list[Verdic
     """
     verdicts = []
     for name in ("a", "X"):
-        point, gate = f"layers.{layer}.{half}.{name}", GATES["hc.sums"]
+        point, gate = f"layers.{layer}.{half}.{name}", audit.gate("hc.sums")
         base = Verdict("hc.sums", point, "isolated", State.NOT_RUN, "worst row rel-L2 to the sum of its own parts", layer=layer, phase=phase, component="mHC", local=True, why=gate.why)
         missing = _missing(audit, base, _mixing_points(layer, half, "isolated"), phase)
         if missing is not None:
@@ -521,7 +520,7 @@ def judge_slopes(audit: Audit, layer: int, phase: str) -> Verdict:
 
     In prefill the queries take the place of the steps.
     """
-    point, gate = f"layers.{layer}.hc_ffn.X", GATES["residual.slope"]
+    point, gate = f"layers.{layer}.hc_ffn.X", audit.gate("residual.slope")
     base = Verdict("residual.slope", point, "free", State.NOT_RUN, "|X| over the reference's, growth over the phase", layer=layer, phase=phase, component="mHC", why=gate.why)
     missing = _missing(audit, base, [("production", point), ("reference", point)], phase)
     if missing is not None:
@@ -564,7 +563,7 @@ def sinkhorn_start(audit: Audit, X: Tensor, layer: int, half: str, sums: Sums = 
 
 def judge_sinkhorn(audit: Audit, layer: int, phase: str, half: str) -> Verdict:
     """comb is the reference's Sinkhorn of production's own X after exactly hc_sinkhorn_iters iterations (D7)."""
-    point, gate = f"layers.{layer}.{half}.comb", GATES["sinkhorn.iterations"]
+    point, gate = f"layers.{layer}.{half}.comb", audit.gate("sinkhorn.iterations")
     base = Verdict("sinkhorn.iterations", point, "isolated", State.NOT_RUN, "worst row rel-L2 to Sinkhorn of its own X", layer=layer, phase=phase, component="mHC", local=True, why=gate.why)
     missing = _missing(audit, base, _mixing_points(layer, half, "isolated"), phase)
     if missing is not None:
