@@ -65,6 +65,7 @@ SEEN: dict[str, Seen] = {
 UNSEEN: dict[str, str] = {
     "linear_in.e4m3": "inputs of FP8 and FP4 linears to e4m3 with a scale per 128",
     "p.bf16": "attention weights before they weigh the values to bf16",
+    "softmax.bf16": "attention weights, divided by their sum, to bf16",
     "score.bf16": "attention logits to bf16",
     "rope.bf16": "cos and sin of the rotation to bf16",
     "q_factor.bf16": "1 / rms of a query head to bf16",

@@ -314,7 +314,7 @@ class Attention:
             keys = windows[:, here]
             if chosen.shape[-1]:
                 keys = torch.cat((keys, take(entries, chosen[:, here].clamp_min(0))), 2)
-            parts.append(ops.sparse_attention(q[:, here], keys, valid[:, here], self.attn_sink, self.sums, self.policy.p, self.policy.score))
+            parts.append(ops.sparse_attention(q[:, here], keys, valid[:, here], self.attn_sink, self.sums, self.policy.p, self.policy.score, self.policy.weight))
         return self.policy.bf16(torch.cat(parts, 1))
 
 

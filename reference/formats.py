@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -116,8 +116,8 @@ def round_bf16(x: Tensor) -> Tensor:
 STORAGE = frozenset({"kv.e4m3", "compressor.e4m3", "indexer.q.e2m1", "indexer.compressor.e2m1"})
 PUBLISHED = STORAGE | {"linear_in.e4m3", "bf16"}
 # What a plain BF16 model of a framework rounds besides the outputs at `bf16`; the published model keeps these in FP32.
-EAGER = frozenset({"p.bf16", "score.bf16", "rope.bf16", "q_factor.bf16", "pool.bf16", "post.bf16", "comb.bf16", "gate.bf16", "hidden.bf16"})
-POINTS = PUBLISHED | EAGER
+EAGER = frozenset({"softmax.bf16", "score.bf16", "rope.bf16", "q_factor.bf16", "pool.bf16", "post.bf16", "comb.bf16", "gate.bf16", "hidden.bf16"})
+POINTS = PUBLISHED | EAGER | {"p.bf16"}
 NAMED = {"exact": frozenset[str](), "storage": STORAGE, "published": PUBLISHED, "eager.bf16": EAGER | {"bf16"}}
 
 
@@ -172,6 +172,11 @@ class Policy:
     def p(self, x: Tensor) -> Tensor:
         """exp(score - max) before it weighs the values; the denominator is not rounded."""
         return round_bf16(x) if "p.bf16" in self.points else x
+
+    @property
+    def weight(self) -> Callable[[Tensor], Tensor] | None:
+        """Of attention weights after their division; None: they are not divided before they weigh the values."""
+        return round_bf16 if "softmax.bf16" in self.points else None
 
     def score(self, x: Tensor) -> Tensor:
         """Attention logits q . k, before and after their scale."""

@@ -268,12 +268,13 @@ def sparse_attention(
     sums: Sums = PLAIN,
     round_p: Rounding = unrounded,
     round_score: Rounding = unrounded,
+    round_weight: Rounding | None = None,
 ) -> Tensor:
     """Softmax attention of each query over its own keys, which are its values too; one more logit in the denominator.
 
     q [b, s, h, d], keys [b, s, v, d], valid [b, s, v] bool, sink [h] -> [b, s, h, d]; scale d^-0.5
     Every query needs a valid key. sink -inf is a plain softmax, +inf gives 0. `round_p` acts on exp(score - max), `round_score` on
-    q . k and on the score.
+    q . k and on the score, `round_weight` on the weights, which are divided before they weigh the values.
     """
     keys = keys.masked_fill(~valid[..., None], 0.0)
     score = round_score(round_score(sums.einsum("bshd,bsvd->bshv", q, keys)) * q.shape[-1] ** -0.5)
@@ -282,6 +283,8 @@ def sparse_attention(
     largest = torch.where(sink == torch.inf, largest, torch.maximum(largest, sink))
     p = torch.exp(score - largest[..., None])
     denominator = sums.sum(p, -1) + torch.exp(sink - largest)
+    if round_weight is not None:
+        return sums.einsum("bshv,bsvd->bshd", round_weight(p / denominator[..., None]), keys)
     return sums.einsum("bshv,bsvd->bshd", round_p(p), keys) / denominator[..., None]
 
 
