@@ -124,7 +124,7 @@ def test_its_own_policy_leaves_less_noise(tmp_path):
     assert red(own) == set()
 
     def typical(found: dict[tuple[str, str], list[Verdict]]) -> float:
-        return next(n["smallest_limit"] for n in found["logprobs", "prefill"][0].numbers if n["number"].startswith("typical"))
+        return float(next(n["smallest_limit"] for n in found["logprobs", "prefill"][0].numbers if n["number"].startswith("typical")))
 
     assert typical(own) < typical(published) / 2
 
