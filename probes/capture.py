@@ -292,6 +292,7 @@ class _Session:
         assert self.home is not None
         path = self.home / one["file"]
         save_file(self.held, path.with_suffix(".part"))
+        path.with_suffix(".part").chmod(0o644)
         os.replace(path.with_suffix(".part"), path)
         one["bytes"] = path.stat().st_size
         self.passes.append(one)

@@ -84,6 +84,11 @@ def is_point(name: str) -> bool:
     return True
 
 
+def dims_of(point: str) -> int:
+    """How many axes a point has: its legend is [b, s, ...]."""
+    return spec_of(point).shape.split("]")[0].count(",") + 1
+
+
 def read_manifest(root: Path) -> dict[str, Any]:
     """The manifest of a folder, any schema. Raises InputError."""
     path = root / "manifest.json"
@@ -178,17 +183,22 @@ class Layout:
     def count(self) -> int:
         return sum(self.lengths) if self.flat else len(self.lengths) * self.width
 
-    def rows(self, value: Tensor) -> list[Tensor] | None:
-        """Per batch row, its tokens [n, ...]; None where the value has other tokens."""
+    def rows(self, value: Tensor, dims: int | None = None) -> list[Tensor] | None:
+        """Per batch row, its tokens [n, ...]; None where the value has other tokens.
+
+        dims  of the point's legend, [b, s, ...]: one axis less is flat. None: what the tokens are, if it fits
+        """
         b = len(self.lengths)
-        if not self.flat and value.dim() >= 2 and tuple(value.shape[:2]) == (b, self.width):
+        batched = value.dim() >= 2 and tuple(value.shape[:2]) == (b, self.width) and (not self.flat or len(set(self.lengths)) == 1)
+        flat = value.dim() >= 1 and value.shape[0] == self.count
+        if dims is not None:
+            batched, flat = batched and value.dim() == dims, flat and value.dim() == dims - 1
+        elif batched and flat:
+            batched = not self.flat or value.dim() >= 3
+        if batched:
             return [value[i, : self.lengths[i]] for i in range(b)]
-        if value.dim() >= 1 and value.shape[0] == self.count:
-            if self.flat:
-                return list(value.split(self.lengths))
-            return [part[:n] for part, n in zip(value.split(self.width), self.lengths, strict=True)]
-        if self.flat and value.dim() >= 2 and value.shape[0] == b and set(self.lengths) == {value.shape[1]}:
-            return list(value)
+        if flat:
+            return list(value.split(self.lengths)) if self.flat else [part[:n] for part, n in zip(value.split(self.width), self.lengths, strict=True)]
         return None
 
 
@@ -254,7 +264,7 @@ def _assembled(raw: Raw, key: PassKey, chunks: list[RawPass]) -> Assembled:
             if _as_is(facts, layouts):
                 setattr(out, fact, facts[0])
                 continue
-            rows = [layout.rows(value) for layout, value in zip(layouts, facts, strict=True)]
+            rows = [layout.rows(value, None if value.dim() == 1 else 2) for layout, value in zip(layouts, facts, strict=True)]
             if any(row is None for row in rows):
                 raise InputError(f"{chunks[0].words}: {fact} {list(facts[0].shape)} do not fit its tokens")
             setattr(out, fact, _padded([row for row in rows if row is not None], 0))
@@ -287,7 +297,7 @@ def _unseen(chunks: Sequence[RawPass]) -> dict[str, str]:
 
 def _value(name: str, chunks: Sequence[RawPass], layouts: Sequence[Layout]) -> tuple[Tensor, str] | str:
     """A point over the chunks of a pass, [b, s, ...] fp32 or int64, and the dtype as stored; or why there is none."""
-    kind = spec_of(name).kind if is_point(name) else ""
+    kind, dims = (spec_of(name).kind, dims_of(name)) if is_point(name) else ("", None)
     rows: list[list[Tensor]] = []
     dtypes: set[torch.dtype] = set()
     for one, layout in zip(chunks, layouts, strict=True):
@@ -298,10 +308,10 @@ def _value(name: str, chunks: Sequence[RawPass], layouts: Sequence[Layout]) -> t
         plain = [_plain(value, kind) for value in values]
         if any(value is None for value in plain):
             return f"{', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}, expected whole numbers"
-        if len(values) == 1 and _as_is([value for value in plain if value is not None], layouts):
+        if len(values) == 1 and dims in (None, values[0].dim()) and _as_is([value for value in plain if value is not None], layouts):
             assert plain[0] is not None
             return plain[0], str(values[0].dtype).removeprefix("torch.")
-        found = _joined([value for value in plain if value is not None], layout, kind)
+        found = _joined([value for value in plain if value is not None], layout, kind, dims)
         if found is None:
             shapes = " and ".join(str(list(value.shape)) for value in values[:3])
             return f"shown as {shapes} for {layout.count} tokens in {len(layout.lengths)} rows"
@@ -323,10 +333,10 @@ def _plain(value: Tensor, kind: str) -> Tensor | None:
     return value.long() if kind in (INDICES, "") and value.dtype != torch.bool else value.float()
 
 
-def _joined(values: Sequence[Tensor], layout: Layout, kind: str) -> list[Tensor] | None:
+def _joined(values: Sequence[Tensor], layout: Layout, kind: str, dims: int | None) -> list[Tensor] | None:
     """Per row the tokens of a value that was shown in one or more parts; None where they are not the pass's tokens."""
     if len(values) == 1:
-        return layout.rows(values[0])
+        return layout.rows(values[0], dims)
     pad = {SCORES: float("-inf"), INDICES: -1}.get(kind)
     if pad is not None:
         most = max(value.shape[-1] for value in values)
@@ -335,7 +345,7 @@ def _joined(values: Sequence[Tensor], layout: Layout, kind: str) -> list[Tensor]
         if all(value.dim() > axis for value in values):
             shapes = {(*value.shape[:axis], *value.shape[axis + 1 :]) for value in values}
             if len(shapes) == 1:
-                found = layout.rows(torch.cat(list(values), axis))
+                found = layout.rows(torch.cat(list(values), axis), dims)
                 if found is not None:
                     return found
     return None
