@@ -1,6 +1,8 @@
 """Compare two saved traces offline, on any machine: no model, no checkpoint, no GPU.
 
-Names and passes are compared both ways first; what only one side has is listed, never skipped silently.
+Names and passes are compared both ways first; what only one side has is listed, never skipped silently. Traces of any engine
+(probes/capture.py), of several ranks and in parts are read too; names that are no points are compared as plain values, so that
+any model can be held against itself.
 
     python -m probes.diff trace-production trace-reference
 """
@@ -16,13 +18,16 @@ from typing import Any
 import torch
 
 from probes.core.cli import Answer, CannotMeasureError, Table, answer, bare_parser, count
-from probes.core.compare import Comparison, compare_keys, compare_point, compare_visible
+from probes.core.compare import Comparison, compare_keys, compare_point, compare_values, compare_visible
 from probes.core.trace import Trace
+from probes.core.trace_files import is_point
+from probes.outside.trace import open_trace
 from reference.config import InputError
-from reference.points import layer_of
 
-DESCRIPTION = "Compare two traces saved by probes.record: got against want."
+DESCRIPTION = "Compare two traces of probes.record or probes/capture.py: got against want."
 EXAMPLE = "python -m probes.diff trace-production trace-reference"
+
+FIRST = 1e-4  # a worst row above it is named as the first; it is no limit: those are made by pytest parity/
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,18 +39,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(args: argparse.Namespace) -> Answer:
-    got, want = Trace.load(args.got), Trace.load(args.want)
+    opened = open_trace(args.got), open_trace(args.want)
+    got, want = (one.trace for one in opened)
     _same_tokens(got, want)
     keys = compare_keys(*(_names(trace) for trace in (got, want)))
     if not keys.both:
         raise CannotMeasureError(f"{args.got} and {args.want} have no point of the same pass in common")
     found = [_compare(got, want, phase, point) for phase, point in _shared(got, want)]
     notes = [*_one_sided(args.got, keys.got_only), *_one_sided(args.want, keys.want_only)]
+    first = next((one for one in found if (one["kind"] == "sets" and one["different"]) or (one["kind"] == "values" and (one["rows"] or one["problem"]) and not one["error"] <= FIRST)), None)
+    if first is not None and first["layer"] is not None:
+        notes.append(f"first in order of recording above {FIRST:g}: {first['point']}, {first['phase']}")
+    for where, one in zip((args.got, args.want), opened, strict=True):
+        notes += [f"{where}: {note}" for note in one.notes if "no point" not in note]
+        notes += [f"{where}: not usable: {name} in {phase}{'' if step is None else f' step {step}'}: {why}" for (phase, step, name), why in list(one.trace.gaps.items())[:10]]
+        notes += [f"{where}: {finding.words}" for finding in one.checked.findings[:10]]
     values = {
         "got": _about(args.got, got),
         "want": _about(args.want, want),
         "keys": {"both": len(keys.both), "got_only": list(keys.got_only), "want_only": list(keys.want_only)},
         "points": found,
+        "first": None if first is None else {"point": first["point"], "phase": first["phase"]},
+        "copies_that_differ": {side: len(one.checked.findings) for side, one in zip(("got", "want"), opened, strict=True)},
+        "not_usable": {side: len(one.trace.gaps) for side, one in zip(("got", "want"), opened, strict=True)},
     }
     return Answer([_table(found, args.most), _sets(found)], values, notes)
 
@@ -89,18 +105,27 @@ def _compare(got: Trace, want: Trace, phase: str, point: str) -> dict[str, Any]:
     else:
         a, b = got.get(point, phase), want.get(point, phase)
         valid = want.passes[phase, None].valid
-    out: dict[str, Any] = {"point": point, "phase": phase, "layer": layer_of(point), "steps": steps}
+    out: dict[str, Any] = {"point": point, "phase": phase, "layer": _layer(point), "steps": steps}
+    if not is_point(point):
+        return out | {"kind": "values", **asdict(compare_values(*(x if x.dim() > 2 else x[..., None] for x in (a, b)), 1, valid))}
     window = want.description.get("sliding_window")
     if point.endswith("attn.visible") and isinstance(window, int):
         near, far = compare_visible(a, b, window, valid)
         return out | {
             "kind": "sets",
             "different": near.different + far.different,
+            "error": max(near.error, far.error),
             "window": asdict(near),
             "entries": asdict(far),
         }
     compared = compare_point(point, a, b, valid)
-    return out | {"kind": "values" if isinstance(compared, Comparison) else "sets", **asdict(compared)}
+    return out | {"kind": "values" if isinstance(compared, Comparison) else "sets", "error": compared.error, **asdict(compared)}
+
+
+def _layer(name: str) -> int | None:
+    """The layer in a name, also of one that is no point: layers.N.out."""
+    parts = name.split(".")
+    return int(parts[1]) if len(parts) > 2 and parts[0] == "layers" and parts[1].isdigit() else None
 
 
 def _table(found: Sequence[dict[str, Any]], most: int) -> Table:
