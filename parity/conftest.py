@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity import gates, selection
-from parity.audit import Audit, Floor
+from parity import gates, generic, selection
+from parity.audit import Floor
 from parity.evaluate import judge_values
 from parity.gates import OPERATIONS
 from parity.outside import NotExposedError
@@ -26,6 +26,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per point, phase, mode and step group of what the command line asks for."""
     run = metafunc.config.stash.get(RUN, None)
     if run is None:
+        return
+    if "phase" in metafunc.fixturenames and run.generic:
+        metafunc.parametrize("phase", run.phases)
+    if "generic_case" in metafunc.fixturenames and run.generic:
+        of_model = generic.cases(run.audit) if run.audit is not None else []
+        metafunc.parametrize("generic_case", of_model, ids=[case.id for case in of_model])
+    if run.generic:
         return
     from reference.config import ModelConfig
 
@@ -55,7 +62,7 @@ def asked_device(pytestconfig: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def audit(pytestconfig: pytest.Config) -> Audit:
+def audit(pytestconfig: pytest.Config) -> Any:
     """Both models, and everything recorded of them."""
     run = run_of(pytestconfig)
     assert run.audit is not None

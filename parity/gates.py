@@ -97,6 +97,9 @@ GATES: dict[str, Gate] = {
     "norm": Gate(4e-3, HANDED_DOWN, 1e-3, BF16),
     "logits": Gate(4e-3, HANDED_DOWN, 1e-3, BF16),
     # A server's log-probabilities: rows as a share of their distance from the uniform distribution, slope and offset (nats) of all rows.
+    # A model behind --reference: any point of it, in the chain.
+    "generic": Gate(1e-4, 1e-4, 1e-4, FP32 + ", through every layer before"),
+    "generic.narrow": Gate(3e-2, 3e-2, 3e-2, BF16 + ", through every layer before"),
     "logprobs": Gate(6e-2, 6e-2, 4e-3, "an expert or an entry that flips in the server and in none of the twins"),
     "logprobs.scale": Gate(1e-2, 1e-2, 1e-2, "the chance slope of a few rows"),
     "logprobs.offset": Gate(2e-2, 2e-2, 2e-2, "the chance mean of a few rows"),
@@ -126,7 +129,7 @@ SCORED = Gate(4e-2, 4e-2, 8e-3, "the same keys in FP64; attention logits are rou
 def gate_of(name: str, policy: Collection[str]) -> Gate:
     """The row of the table for a production that rounds at these points (names of reference/formats.py): cut where it rounds less."""
     gate = GATES[name]
-    if name == "core.witness" and "score.bf16" in policy:
+    if name in ("core.witness", "sink.sum") and "score.bf16" in policy:
         return SCORED
     if name == "recall" or any(point.endswith((".e4m3", ".e2m1")) for point in policy):
         return gate

@@ -31,6 +31,7 @@ DOORS = {"production": "--production", "trace_dir": "--trace", "logits": "--logi
 # Tests that read recorded points only; the others run layers, operations or states of this project's production.
 FILES = frozenset({"test_layers.py", "test_logits.py", "test_text.py", "test_visible.py", "test_mixing.py", "test_policy.py"})
 RANKS = "test_ranks.py"  # of a trace of several ranks
+GENERIC_FILES = frozenset({"test_generic.py"})  # with --reference, and only there
 LOGITS_FILES = frozenset({"test_logprobs.py"})  # with --logits, and only there
 OPTIONS_OF_OURS = ("decode", "variants", "inject", "faults")
 
@@ -40,6 +41,7 @@ def add_options(group: Any) -> None:
     group.addoption("--production", default=None, metavar="transformers|MODULE:FACTORY", help="audit this model instead of the project's own production (probes/outside/protocol.py)")
     _give_way(group.parser, "--trace", "--pdb-trace")
     group.addoption("--trace", "--trace-dir", dest="trace_dir", default=None, metavar="DIR", help="audit what a trace holds: of probes/capture.py in any engine, or of probes.record; pytest's own --trace is --pdb-trace here")
+    group.addoption("--reference", default=None, metavar="MODULE:FACTORY", help="another model stands for the reference: --production may be no DeepSeek-V4, and the generic part judges it (parity/generic.py)")
     group.addoption("--dtype", default=None, metavar="fp32|bf16", help="of --production, where it can choose (default: fp32)")
     group.addoption("--logits", default=None, metavar="FILE.jsonl", help="audit what a server said: token ids and log-probabilities, a sequence a line (docs/your-stack.md)")
     group.addoption("--policy", default=None, metavar="NAME", help=f"where the reference rounds, with one of these doors: {', '.join(NAMED)}, or rounding points with commas (default: what the model or trace declares; --logits: published)")
@@ -98,12 +100,14 @@ def asked(config: pytest.Config) -> str:
     """Which door the command line names; empty: none. Raises InputError on two, or on options that only this project's production has."""
     named = [door for door in DOORS if config.getoption(door, None) is not None]
     if not named:
-        for option in ("dtype", "policy"):
+        for option in ("dtype", "reference", "policy"):
             if config.getoption(option, None) is not None:
-                raise InputError(f"--{option}: it needs {'--production' if option == 'dtype' else 'one of ' + ', '.join(DOORS.values())}")
+                raise InputError(f"--{option}: it needs {'one of ' + ', '.join(DOORS.values()) if option == 'policy' else '--production'}")
         return ""
     if len(named) > 1:
         raise InputError(f"{DOORS[named[0]]} and {DOORS[named[1]]}: one of them")
+    if config.getoption("reference", None) is not None:
+        _check_generic(config, named[0])
     if named[0] == "logits" and config.getoption("prompt", None):
         raise InputError("--prompt with --logits: the file holds its own tokens")
     for option in OPTIONS_OF_OURS:
@@ -130,6 +134,16 @@ def open_production(name: str, dtype: str | None, checkpoint_dir: Path, layers: 
             raise InputError(f"--dtype {dtype}: {name} takes none")
         model = wrap(factory(checkpoint_dir, **taken), layers)
     return Outsider(model.name, model)
+
+
+def _check_generic(config: pytest.Config, door: str) -> None:
+    """What `--reference` goes with. Raises InputError."""
+    if door != "production":
+        raise InputError(f"--reference with {DOORS[door]}: it stands beside --production")
+    if config.getoption("policy", None) is not None:
+        raise InputError("--policy with --reference: the other model rounds as it does")
+    if not config.getoption("prompt", None):
+        raise InputError("--reference needs --prompt FILE.json, a list of token ids")
 
 
 def policy_of(given: str | None) -> frozenset[str] | None:

@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 import torch
 
-from parity import device_witness, evaluate, outsider, planted, policy, score, selection, stored, terminal
+from parity import device_witness, evaluate, generic, outsider, planted, policy, score, selection, stored, terminal
 from parity.attribution import first_divergence, operations_behind
 from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
 from parity.cache import ReferenceCache, cache_folder, checkpoint_facts, code_hash, machine_facts
@@ -60,7 +60,7 @@ from probes.core.wording import plural
 from probes.outside.logits import Given, read_logits, steps_of
 from reference.checkpoint import Checkpoint
 from reference.config import InputError
-from reference.points import places_of_model
+from reference.points import layer_of, places_of_model
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "tiny-dsv4"
@@ -138,6 +138,10 @@ def ignore_collect(path: Path, config: pytest.Config) -> bool | None:
         return True  # this project's own roundings are judged bit for bit, one by one
     if path.name == outsider.RANKS and path.parent == PARITY:
         return True if run is None or run.traced is None or run.traced.opened.size == 1 else None
+    if path.parent == PARITY and path.name in outsider.GENERIC_FILES:
+        return None if run is not None and run.generic else True
+    if run is not None and run.generic and path.name.startswith("test_") and path.parent == PARITY:
+        return True
     if path.parent == PARITY and path.name in outsider.LOGITS_FILES:
         return None if run is not None and run.door == "logits" else True
     if run is not None and run.door and path.name.startswith("test_") and path.parent == PARITY and (run.door == "logits" or path.name not in outsider.FILES):
@@ -173,7 +177,8 @@ class Run:
     variants: str | None = None
     fault_copy: Path | None = None
     ledger: Ledger | None = None
-    audit: Audit | None = None
+    audit: Any = None  # Audit, or generic.GenericAudit
+    generic: bool = False
     load_crash: str | None = None
     device_reason: str | None = None
     started: float = field(default_factory=time.perf_counter)
@@ -283,6 +288,8 @@ def _checked(config: pytest.Config) -> Run:
         if option("--phase") == "decode":
             raise InputError("--phase decode --steps 0: no decode step to judge")
         phases = ("prefill",)
+    if option("reference") is not None:
+        return _checked_generic(config, door, phases, steps, max_context, directory)
     model_config = Checkpoint(directory, range(1)).config
     layers = selection.parse_layers(option("--layers"), model_config.num_hidden_layers)
     Checkpoint(directory, range(max(layers) + 1))
@@ -325,6 +332,24 @@ def _checked(config: pytest.Config) -> Run:
     return Run(
         config, phases, layers, steps if "decode" in phases else 0, max_context, option("--device"), directory, prompts, fault, _report_dir(option("--report"), config), profile=profile,
         waivers=waivers, baseline=baseline, door=door, traced=traced, answers=answers, policy_given=policy_given, reds=score.known_reds(), decode=option("--decode") or (fault.decode if fault else "") or "eager", variants=option("--variants") or (fault.variants if fault else "") or None,
+    )  # fmt: skip
+
+
+def _checked_generic(config: pytest.Config, door: str, phases: tuple[str, ...], steps: int, max_context: int, directory: Path) -> Run:
+    """What `--reference` needs: no checkpoint, token ids from a file; which layers there are the models say."""
+    option = config.getoption
+    for name in ("waivers", "redact"):
+        if option(name):
+            raise InputError(f"--{name} with --reference: not for a model that is no DeepSeek-V4")
+    prompts = [inputs.read_prompt(spec, directory, 1 << 31) for spec in option("prompt")]
+    needed = max(len(prompt.ids) for prompt in prompts) + (steps if "decode" in phases else 0)
+    if needed > max_context:
+        raise InputError(f"prompt and steps need {plural(needed, 'token')}, --max-context is {max_context}")
+    layers = () if option("--layers") is None else selection.parse_layers(option("--layers"), generic.MOST_LAYERS)
+    baseline = None if option("--baseline") is None else _baseline(config.invocation_params.dir / option("--baseline"))
+    return Run(
+        config, phases, layers, steps if "decode" in phases else 0, max_context, option("--device"), directory, prompts, None, _report_dir(option("--report"), config), baseline=baseline, door=door,
+        generic=True,
     )  # fmt: skip
 
 
@@ -459,9 +484,23 @@ def uncollected(collector: pytest.Collector, report: pytest.CollectReport) -> No
         run.uncollected.append(Verdict("collection", collector.nodeid, "operation", State.FAIL, "tests can be imported", reason=lines[-1].removeprefix("E ").strip()[:300], test_id=collector.nodeid))
 
 
+def _load_generic(run: Run) -> None:
+    """Both models behind `--production` and `--reference`. Raises InputError, also where a factory fails: there is nothing to judge."""
+    assert run.progress is not None
+    option = run.config.getoption
+    layers = run.layers or None
+    given = {"checkpoint_dir": run.checkpoint_dir, "layers": layers, "max_context": run.max_context, "device": run.device} | ({} if option("dtype") is None else {"dtype": option("dtype")})
+    plan = generic.GenericPlan([p.ids for p in run.prompts], [p.continuation for p in run.prompts], run.phases, run.steps, run.max_context)
+    run.audit = generic.open_audit(option("production"), option("reference"), given, plan, layers, run.progress.say)
+    run.layers = run.audit.layers
+    run.outsider = outsider.Outsider(run.audit.production.name, run.audit.production, coverage=run.audit.coverage())
+
+
 def _load(run: Run) -> None:
     import reference
 
+    if run.generic:
+        return _load_generic(run)
     layers = range(max(run.layers) + 1)
     assert run.progress is not None
     tell = run.progress.say
@@ -619,6 +658,8 @@ def _first_line(command: list[str]) -> str | None:
 def header(run: Run) -> Header:
     """The first record."""
     assert run.audit is not None
+    if run.generic:
+        return _header_generic(run)
     config = run.audit.reference.config
     commit, dirty = git_commit(home(run.config))
     kinds = [config.kind(layer) for layer in range(config.num_hidden_layers)]
@@ -647,6 +688,20 @@ def header(run: Run) -> Header:
     )  # fmt: skip
 
 
+def _header_generic(run: Run) -> Header:
+    """Of two models behind the protocol: no checkpoint is known."""
+    commit, dirty = git_commit(home(run.config))
+    audit = run.audit
+    floor = audit.no_floor and f"no noise floor: {audit.no_floor}; limits are the table's absolute part"
+    notes = [*filter(None, [f"reference: {audit.reference.name} ({run.config.getoption('reference')})", f"not applicable: {', '.join(generic.NOT_APPLICABLE)}", floor]), *audit.production.notes]
+    return Header(
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), command=command_line(run.config), commit=commit, dirty=dirty, environment=environment(run),
+        checkpoint="", checkpoint_hash="", model={"layers": len(run.layers), "points": len(audit.points)}, device=run.device, policy=[], phases=list(run.phases), layers=list(run.layers),
+        layers_run=list(run.layers), prompts=[p.label for p in run.prompts], tokens=[len(p.ids) for p in run.prompts], steps=run.steps, max_context=run.max_context, notes=notes,
+        production=audit.production.name, baseline=run.config.getoption("--baseline") or "",
+    )  # fmt: skip
+
+
 def _plan(run: Run) -> str:
     """The kernel variants that production runs; where it was not loaded, those that were asked for."""
     plan = getattr(run.audit.production, "plan", None) if run.audit is not None else None
@@ -662,7 +717,7 @@ def command_line(config: pytest.Config) -> str:
     return shlex.join(["pytest", *map(str, config.invocation_params.args)])
 
 
-AGAIN = ("production", "logits", "policy", "trace", "trace_dir", "dtype", "phase", "layers", "checkpoint", "prompt", "steps", "device", "decode", "variants", "max_context", "profile", "inject", "faults")
+AGAIN = ("production", "reference", "logits", "policy", "trace", "trace_dir", "dtype", "phase", "layers", "checkpoint", "prompt", "steps", "device", "decode", "variants", "max_context", "profile", "inject", "faults")
 
 
 def again_options(config: pytest.Config) -> str:
@@ -693,8 +748,10 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     _record_unreached(session, run)
     narrowed = _narrowed(session)
     facts: list[Record] = [] if narrowed else list(coverage(run))
-    if isinstance(run.audit, LogitsAudit):
-        found: list[Record] = [*facts, *run.audit.measurements()]
+    if run.generic:
+        found: list[Record] = [*facts, *run.audit.measurements(), *(Measurement("not covered", layer=layer_of(p), point=p, values={"tests": 0, "first": ""}) for p in run.audit.hidden)]
+    elif isinstance(run.audit, LogitsAudit):
+        found = [*facts, *run.audit.measurements()]
         for point in run.audit.uncovered():
             assert run.outsider is not None
             run.outsider.not_covered.tests.setdefault(point, [])
@@ -711,6 +768,8 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
         run.record(Measurement("early end", values={"reason": run.audit.stopped}))
     divergence = _divergence(run)
     summary = summarise(ledger.records, time.perf_counter() - run.started, divergence)
+    if run.generic:
+        summary = replace(summary, coverage=run.audit.coverage())
     if run.outsider is not None and isinstance(run.audit, OutsideAudit):
         summary = replace(summary, coverage=run.outsider.words(run.audit))
     if narrowed:
@@ -736,6 +795,8 @@ def _divergence(run: Run) -> Divergence | None:
     """The first failure that no waiver accepts, how sure that is, and its repro."""
     assert run.ledger is not None
     assert run.audit is not None
+    if run.generic:
+        return generic.divergence_of(run.audit, run.ledger.records)
     places, counted = places_of_model(run.audit.config, run.audit.layers_run), unwaived(run.ledger.records)
     divergence = first_divergence(counted, places, loaded=run.load_crash is None)
     divergence = strengthened(divergence, counted, run.audit)

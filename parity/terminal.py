@@ -106,8 +106,9 @@ def share(spent: float) -> str:
 
 
 def verdict_line(summary: Summary, waivers: int = 0) -> str:
-    """The verdict in words, what was accepted, and why it is incomplete or what a pass did not exercise."""
-    notes = [f"{plural(summary.waived, 'failed gate')} accepted"] if summary.waived else []
+    """The verdict in words, how much was covered where that is not all, what was accepted, and why it is incomplete or what a pass did not exercise."""
+    notes = [summary.coverage] if summary.coverage != "full" else []
+    notes += [f"{plural(summary.waived, 'failed gate')} accepted"] if summary.waived else []
     if summary.verdict != "fail" and summary.reasons:
         notes.append(" ".join(summary.reasons[0].split()))
     return f"verdict: {summary.verdict}" + (f" with {plural(waivers, 'waiver')}" if waivers else "") + (f" ({'; '.join(notes)})" if notes else "")

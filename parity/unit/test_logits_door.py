@@ -367,6 +367,7 @@ def test_the_door_names_its_coverage_and_its_policy(tmp_path):
     done = pytest_parity("--logits", str(tmp_path / "answers.jsonl"), "--layers", "0-3", "--policy", "eager.bf16", "--report", str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     records = [json.loads(line) for line in (tmp_path / "out" / "run.jsonl").read_text().splitlines()]
+    assert "verdict: pass (logits only)" in done.stdout
     header, summary = records[0], records[-1]
     assert (summary["verdict"], summary["coverage"]) == ("pass", "logits only")
     assert header["production"] == "logits of answers.jsonl"

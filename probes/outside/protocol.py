@@ -11,6 +11,8 @@
     model.root                          optional: the torch module whose submodules `points` names (default: the model itself)
     model.policy                        optional: where it rounds, names of reference/formats.py (default: nowhere)
     model.ragged                        optional: True where prefill takes `lengths` [b] as a third argument
+    model.raw                           optional: point -> tensor of the last call before `read` converted it (index queries)
+    model.measured(tokens)              optional: name of a measurement -> its values, once at the end of a run
     model.name, model.notes             optional: for people
 
 A value of `points` is the dotted name of a submodule, whose output is the point; or a pair of that name and a function
@@ -69,24 +71,24 @@ def first_output(call: Call) -> Tensor:
     return found
 
 
-def load_factory(name: str) -> Callable[..., Any]:
+def load_factory(name: str, option: str = "--production") -> Callable[..., Any]:
     """`package.module:factory`, found from the current directory too. Raises InputError."""
     module, colon, attribute = name.partition(":")
     if not colon or not re.fullmatch(r"[A-Za-z_][\w.]*", module) or not re.fullmatch(r"[A-Za-z_][\w.]*", attribute):
-        raise InputError(f"--production {name}: expected transformers or package.module:factory")
+        raise InputError(f"{option} {name}: expected {'transformers or ' if option == '--production' else ''}package.module:factory")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(module)
     except ImportError as error:
-        raise InputError(f"--production {name}: {module} cannot be imported: {error}") from None
+        raise InputError(f"{option} {name}: {module} cannot be imported: {error}") from None
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise InputError(f"--production {name}: {module} has no {attribute}")
+            raise InputError(f"{option} {name}: {module} has no {attribute}")
         found = getattr(found, part)
     if not callable(found):
-        raise InputError(f"--production {name}: {attribute} is no function")
+        raise InputError(f"{option} {name}: {attribute} is no function")
     return found  # type: ignore[no-any-return]
 
 
@@ -109,13 +111,23 @@ class Outside:
     ragged    rows of a batch may differ in length
     """
 
-    def __init__(self, model: Any, points: Rows, layers: Sequence[int], name: str, policy: frozenset[str], ragged: bool, notes: Sequence[str]) -> None:
+    def __init__(self, model: Any, points: Rows, layers: Sequence[int], name: str, policy: frozenset[str], ragged: bool, notes: Sequence[str], any_name: bool = False) -> None:
         self.model, self.layers, self.name, self.policy, self.ragged, self.notes = model, tuple(layers), name, policy, ragged, tuple(notes)
         self.root: Any = getattr(model, "root", model)
-        self._rows = _expanded(points, self.layers, self.root)
+        self._rows = _expanded(points, self.layers, self.root, any_name)
         self.taps = Taps(tuple(row.point for row in self._rows))
         self._positions: Tensor | None = None
         self._lengths: dict[int, Tensor] = {}
+
+    @property
+    def raw(self) -> Mapping[str, Tensor]:
+        """What the model had in hand where a point shows a conversion of it; of the last call."""
+        return getattr(self.model, "raw", {})
+
+    def measured(self, tokens: Tensor) -> dict[str, dict[str, Any]]:
+        """What the model says of itself beside its points: measurements by name."""
+        measure = getattr(self.model, "measured", None)
+        return {} if measure is None else measure(tokens)
 
     def new_state(self, batch: int = 1, max_context: int | None = None) -> _Held:
         """An empty state of the model, and how many tokens each row holds."""
@@ -196,7 +208,7 @@ def _shown_by_hand(model: Any, taps: Taps) -> Iterator[None]:
             del model.show
 
 
-def _expanded(points: Rows, layers: Sequence[int], root: Any) -> list[_Row]:
+def _expanded(points: Rows, layers: Sequence[int], root: Any, any_name: bool = False) -> list[_Row]:
     """Every row of `points` for every loaded layer that has the module. Raises InputError on what is no point or no module."""
     rows: list[_Row] = []
     modules = dict(root.named_modules()) if isinstance(root, nn.Module) else {}
@@ -205,7 +217,8 @@ def _expanded(points: Rows, layers: Sequence[int], root: Any) -> list[_Row]:
         found = 0
         for layer in layers if "{layer}" in point else [None]:
             name, at = (text if layer is None else text.replace("{layer}", str(layer)) for text in (point, module))
-            spec_of(name)
+            if not any_name:
+                spec_of(name)
             if at and at not in modules:
                 continue
             rows.append(_Row(name, at, layer, read))
@@ -217,8 +230,11 @@ def _expanded(points: Rows, layers: Sequence[int], root: Any) -> list[_Row]:
     return rows
 
 
-def wrap(model: Any, layers: Sequence[int]) -> Outside:
-    """Check what a factory returned, and put it into the words of the audit. Raises InputError with what is missing."""
+def wrap(model: Any, layers: Sequence[int], any_name: bool = False) -> Outside:
+    """Check what a factory returned, and put it into the words of the audit. Raises InputError with what is missing.
+
+    any_name   names that are no points of DeepSeek-V4 are taken too (parity/generic.py)
+    """
     name = str(getattr(model, "name", type(model).__name__))
     for method in ("prefill", "decode", "new_state"):
         if not callable(getattr(model, method, None)):
@@ -228,7 +244,7 @@ def wrap(model: Any, layers: Sequence[int]) -> Outside:
         raise InputError(f"{name}: points is {type(points).__name__}, expected a mapping from point names to module names")
     policy = Policy.parse(getattr(model, "policy", frozenset())).points
     assert policy <= POINTS
-    return Outside(model, points, layers, name, policy, bool(getattr(model, "ragged", False)), list(getattr(model, "notes", ())))
+    return Outside(model, points, layers, name, policy, bool(getattr(model, "ragged", False)), list(getattr(model, "notes", ())), any_name)
 
 
 def accepts(factory: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
