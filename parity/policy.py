@@ -185,7 +185,9 @@ def measurements(audit: Audit) -> list[Measurement]:
         values["rounds"] = rounds
         values["otherwise"] = _otherwise(name, declared, published, rounds, values)
         found.append(Measurement("policy", values=values))
-    return [*found, *hadamard(audit)]
+    own = getattr(audit.production, "measured", None)
+    beside = [] if own is None else [Measurement(name, values=values) for name, values in own(audit.tokens).items()]
+    return [*found, *hadamard(audit), *beside]
 
 
 def _otherwise(name: str, declared: bool, published: bool, rounds: bool | None, values: dict[str, Any]) -> str:

@@ -204,6 +204,7 @@ def test_each_point_rounds_its_own_place_only() -> None:
         "linear_in.e4m3": lambda p: p.linear_in(x),
         "bf16": lambda p: p.bf16(x),
         "p.bf16": lambda p: p.p(x),
+        "softmax.bf16": lambda p: p.weight(x) if p.weight is not None else x,
         "score.bf16": lambda p: p.score(x),
         "rope.bf16": lambda p: p.angle(x),
         "q_factor.bf16": lambda p: p.q_factor(x),

@@ -29,6 +29,7 @@ from reference.config import InputError, ModelConfig
 from reference.formats import Policy, decode_fp4_weight, decode_fp8_weight
 from reference.points import Taps
 
+PADS, MOST_PADDED = 9, 64  # of the measurement of left padding; a multiple of 4 would keep the compressors' groups
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # ---- the checkpoint's tensors in the words of transformers ----
@@ -113,9 +114,13 @@ def _of_output(index: int) -> Callable[[Call], Tensor]:
     return read
 
 
-def points_of(config: ModelConfig) -> Rows:
-    """The table: point -> module, and what of its call is the point."""
+def points_of(config: ModelConfig, raw: dict[str, Tensor]) -> Rows:
+    """The table: point -> module, and what of its call is the point. `raw` keeps index queries as the model has them."""
     c = config
+
+    def index_q(call: Call) -> Tensor:
+        raw[f"layers.{call.layer}.attn.indexer.q"] = call.args[0].detach().clone()
+        return ops.hadamard(call.args[0].float())
 
     def heads(call: Call) -> Tensor:  # what o_a_proj gets is grouped heads
         return _input(call).reshape(*call.positions.shape, c.num_attention_heads, c.head_dim)
@@ -162,7 +167,7 @@ def points_of(config: ModelConfig) -> Rows:
         "hc_attn.a": (f"{at}.attn_hc", _of_output(2)),
         "attn.norm": f"{at}.input_layernorm",
         "attn.q_norm": f"{at}.self_attn.q_a_norm",
-        "attn.indexer.q": (f"{indexer}.scorer", lambda call: ops.hadamard(call.args[0].float())),
+        "attn.indexer.q": (f"{indexer}.scorer", index_q),
         "attn.indexer.weights": (f"{indexer}.scorer.weights_proj", lambda call: first_output(call).float() * (c.index_head_dim * c.index_n_heads) ** -0.5),
         "attn.indexer.compressor": (f"{indexer}.scorer", entry(4, lambda call: ops.hadamard(call.args[1].float()))),
         "attn.indexer.score": (f"{indexer}.scorer", score),
@@ -200,6 +205,7 @@ class TransformersDeepseekV4:
     """transformers' model behind the protocol of probes/outside/protocol.py.
 
     root      the module; config  ours, of the same checkpoint
+    raw       index queries of the last call as the model has them: what is shown of them is rotated
     """
 
     def __init__(self, root: Any, config: ModelConfig, version: str, dtype: str) -> None:
@@ -207,11 +213,22 @@ class TransformersDeepseekV4:
         self.name = f"transformers {version} deepseek_v4, {dtype}"
         self.policy = Policy.parse("exact" if dtype == "fp32" else "eager.bf16").points
         layers = len(root.model.layers)
-        self.points = {point: where for point, where in points_of(config).items() if not point.startswith("layers.") or "{layer}" in point or int(point.split(".")[1]) < layers}
+        indexed = any(config.ratio(n) == 4 for n in range(layers))
+        loaded = {f"layers.{n}" for n in range(layers)} | {"layers.{layer}"}
+        self.raw: dict[str, Tensor] = {}
+        self.points = {
+            point: where for point, where in points_of(config, self.raw).items()
+            if (not point.startswith("layers.") or ".".join(point.split(".")[:2]) in loaded) and (indexed or (not point.endswith(".attn.selected") and ".indexer." not in point))
+        }  # fmt: skip
         self.notes = [
             "its cache has one length: rows of a batch must be equally long",
             "its indexer scores vectors without the Hadamard rotation: they are shown rotated, which changes no score",
         ]
+
+    def measured(self, tokens: Tensor) -> dict[str, dict[str, Any]]:
+        """What batches of unequal rows would cost; tokens [b, s] of the run."""
+        row = tokens[0, :MOST_PADDED].tolist()
+        return {"outside.left_padding": {"tokens": len(row), "pads": PADS, "largest_logit_difference": left_padding(self.root, row, PADS)}}
 
     def new_state(self, batch: int, max_context: int | None) -> dict[str, Any]:
         from transformers import DynamicCache
@@ -301,3 +318,19 @@ def load(checkpoint_dir: str | Path, layers: Sequence[int] | None = None, max_co
     if missing or unexpected:
         raise InputError(f"--production transformers: tensors that it does not take: {sorted([*missing, *unexpected])[:5]}")
     return wrap(TransformersDeepseekV4(root, checkpoint.config, transformers.__version__, dtype), checkpoint.layers)
+
+
+def left_padding(root: Any, tokens: Sequence[int], pads: int) -> float:
+    """The largest difference of a row's logits alone and left-padded by `pads` tokens behind an attention mask, positions its own.
+
+    A batch of unequal rows would have to be padded so; a model that it changes takes rows of one length only.
+    """
+    count = len(tokens)
+    alone = torch.tensor([list(tokens)])
+    padded = torch.nn.functional.pad(alone, (pads, 0))
+    mask = (torch.arange(pads + count) >= pads).long()[None]
+    positions = (torch.arange(pads + count) - pads).clamp_min(0)[None]
+    with torch.no_grad():
+        want = root(input_ids=alone, use_cache=False).logits
+        got = root(input_ids=padded, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, pads:]
+    return float((got - want).abs().max())
