@@ -20,7 +20,7 @@ A value of `points` is the dotted name of a submodule, whose output is the point
 submodules calls `model.show(point, tensor)`, which the audit puts there, wherever it has a value to show.
 
 Nothing has to be imported from this project. Hooks are borrowed for the length of a call and returned.
-Tests: parity/unit/test_outside.py; an example in docs/examples.
+Tests: parity/unit/test_examples.py; an example in docs/examples.
 """
 
 from __future__ import annotations
