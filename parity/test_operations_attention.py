@@ -95,9 +95,11 @@ def test_store_window_writes_one_slot_per_token(d, r, device, hostile, judge):
     size = ops.entry_bytes(d, r)
     assert (d, size) != (512, 584) or size == 584
     kv = hostile.strided(awkward_rows(b * s, d, 64, 448.0, 1) if (d - r) % 64 == 0 and d % 64 == 0 else torch.randn(b * s, d, generator=generator(1)).bfloat16())
-    far = [1999, 2000, 2001, -1, 4095, 9999, 10_000, -1, 65_535, 65_537, 99_999, 100_000, 131_070, 131_073, 524_288]
+    far = [1999, 2000, 2001, -1, 4094, 9999, 10_000, -1, 65_534, 65_537, 99_999, 100_000, 131_070, 131_073, 524_290]
     position = hostile.packed(ints([126, 127, 128, 129, -1, LAST - 4, LAST - 3, LAST - 2, LAST - 1, LAST, *far]))
     row = hostile.packed(torch.arange(b, dtype=I32).repeat_interleave(s))
+    taken = [(t // s, p % slots) for t, p in enumerate(position.tolist()) if p >= 0]
+    assert len(set(taken)) == len(taken), "two tokens in one slot: who comes last is not defined"
     memory = hostile.poisoned((b, slots, size + gap), U8)
     ring_position = hostile.poisoned((b, slots), I32)
     ops.store_window(device, kv, position, row, memory[..., :size], ring_position)
