@@ -107,7 +107,8 @@ def _compare(got: Trace, want: Trace, phase: str, point: str) -> dict[str, Any]:
         valid = want.passes[phase, None].valid
     out: dict[str, Any] = {"point": point, "phase": phase, "layer": _layer(point), "steps": steps}
     if not is_point(point):
-        return out | {"kind": "values", **asdict(compare_values(*(x if x.dim() > 2 else x[..., None] for x in (a, b)), 1, valid))}
+        a, b = (x if x.dim() > 2 else x[..., None] for x in (a, b))
+        return out | {"kind": "values", **asdict(compare_values(a, b, 1, valid))}
     window = want.description.get("sliding_window")
     if point.endswith("attn.visible") and isinstance(window, int):
         near, far = compare_visible(a, b, window, valid)
