@@ -353,6 +353,14 @@ def test_how_finely_numbers_are_written_is_read_from_them(values, said, half):
     assert float(found.half_step(numbers)[0]) == pytest.approx(half)
 
 
+def test_a_probability_of_zero_widens_no_limit():
+    numbers = torch.tensor([float(torch.tensor(-1.2345).bfloat16()), -math.inf], dtype=torch.float64)
+    half = rounding_of(numbers).half_step(numbers)
+    assert rounding_of(numbers).words == "bf16"
+    assert half[0] == 2.0**-8
+    assert half[1] < 1e-30
+
+
 # ---- the command line ----
 
 

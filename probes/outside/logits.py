@@ -373,8 +373,8 @@ class Rounding:
     bits: int | None = None
 
     def half_step(self, numbers: Tensor) -> Tensor:
-        """The most that rounding moved each number."""
-        size = numbers.abs().clamp_min(1e-30)
+        """The most that rounding moved each number; minus infinity is not rounded."""
+        size = numbers.abs().where(numbers.isfinite(), 0.0).clamp_min(1e-30)
         if self.decimals is not None:
             return torch.full_like(numbers, 0.5 * 10.0**-self.decimals)
         if self.digits is not None:
