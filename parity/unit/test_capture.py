@@ -38,6 +38,11 @@ def _off():
     capture.stop()
 
 
+def listed(value):
+    assert value is not None
+    return value.tolist()
+
+
 def serve(tmp_path, last="pass", **environment):
     """A server process with that one file on its path, in a folder of its own."""
     shutil.copy(FILE, tmp_path / "capture.py")
@@ -56,7 +61,7 @@ def test_one_file_alone_captures_a_server(tmp_path):
     assert trace.get("layers.0.ffn.experts", "decode", 1).tolist() == [[[6]]]
     assert trace.dtypes["prefill", None, "logits"] == "bfloat16"
     assert torch.equal(trace.get("logits", "decode", 0), trace.get("layers.0.attn.out", "decode", 0).bfloat16().float())
-    assert trace.passes["decode", 2].tokens.tolist() == [[7]]  # tokens of every pass, values of the asked ones
+    assert listed(trace.passes["decode", 2].tokens) == [[7]]  # tokens of every pass, values of the asked ones
     assert not trace.fired("logits", "decode", 2)
 
 
@@ -158,8 +163,8 @@ def test_flat_tokens_chunks_and_rows_of_other_lengths_come_back_as_rows(tmp_path
     capture.show("embed", torch.ones(2, 2))
     capture.stop()
     trace = Trace.load(tmp_path / "t")
-    assert trace.passes["prefill", None].tokens.tolist() == [[10, 11, 12, 13], [20, 21, 0, 0]]
-    assert trace.passes["prefill", None].valid.tolist() == [[True] * 4, [True, True, False, False]]
+    assert listed(trace.passes["prefill", None].tokens) == [[10, 11, 12, 13], [20, 21, 0, 0]]
+    assert listed(trace.passes["prefill", None].valid) == [[True] * 4, [True, True, False, False]]
     got = trace.get("embed", "prefill")
     assert torch.equal(got[0], whole[:4])
     assert torch.equal(got[1, :2], whole[4:])
@@ -203,6 +208,7 @@ def test_a_replayed_graph_is_read_at_the_end_and_one_that_was_not_is_told(tmp_pa
     """As on a device: `show` runs while a graph is captured, and the replay writes its buffer. The device's own: below."""
     assert capture.start(tmp_path / "t")
     session = capture._session
+    assert session is not None
     with monkeypatch.context() as recording:
         recording.setattr(capture, "in_graph", lambda tensor: True)
         capture.show("embed", torch.zeros(4, 3))  # a graph for 4 tokens

@@ -14,9 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PROBES = sorted(path.stem for path in (ROOT / "probes").glob("*.py") if 'if __name__ == "__main__"' in path.read_text())
 # What a probe needs beside the options that are wrong.
 GIVEN = {"record": ("--model", "production", "--out", "OUT")}
-BAD_PATH = {"diff": ("/no/such/a", "/no/such/b"), "replay": ("/no/such.safetensors",)}
+BAD_PATH = {"diff": ("/no/such/a", "/no/such/b"), "kv_cache": ("/no/such/cache",), "replay": ("/no/such.safetensors",)}
 NO_CHECKPOINT = ("doctor",)  # looks at the machine only
-NO_DEVICE_OPTION = ("diff",)
+NO_DEVICE_OPTION = ("diff", "kv_cache")
 NEEDS_A_FILE = ("replay",)  # the file is read before a device is opened
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from parity.outside import NotExposedError
 from parity.ranks import judge_copies
@@ -107,7 +107,8 @@ def rank_of(rank, directory, fault):
     half = slice(8 * rank, 8 * rank + 8)  # column-parallel: 4 heads of 4, 2 a rank
     q, v = (x @ w[:, half] for w in (wq, wv))
     heads = q.reshape(1, 5, 2, 4)
-    core = torch.nn.functional.scaled_dot_product_attention(*(t.reshape(1, 5, 2, 4).transpose(1, 2) for t in (q, q, v)), is_causal=True).transpose(1, 2)
+    a, c = (t.reshape(1, 5, 2, 4).transpose(1, 2) for t in (q, v))
+    core = torch.nn.functional.scaled_dot_product_attention(a, a, c, is_causal=True).transpose(1, 2)
     capture.show("layers.0.attn.q", heads, shard={"kind": "head"})
     capture.show("layers.0.attn.core", core, shard={"kind": "head"})
     part = core.reshape(1, 5, 8) @ wo[half]  # row-parallel: partial sums
@@ -123,11 +124,11 @@ def rank_of(rank, directory, fault):
     capture.show("layers.0.ffn.routed", (each * gates[..., mine, None]).sum(2), shard={"kind": "expert", "experts": mine, "of": 4})
     capture.stop()
     if rank == 0:
-        assert capture.start(Path(directory) / "whole")
-        capture._session.given_rank = "0/1"
+        assert capture.start(Path(directory) / "whole", rank="0/1")
         capture.begin("prefill", tokens=[[1, 2, 3, 4, 5]])
         q, v = (x @ w for w in (wq, wv))
-        core = torch.nn.functional.scaled_dot_product_attention(*(t.reshape(1, 5, 4, 4).transpose(1, 2) for t in (q, q, v)), is_causal=True).transpose(1, 2)
+        a, c = (t.reshape(1, 5, 4, 4).transpose(1, 2) for t in (q, v))
+        core = torch.nn.functional.scaled_dot_product_attention(a, a, c, is_causal=True).transpose(1, 2)
         out = core.reshape(1, 5, 16) @ wo
         every = torch.stack([out @ expert for expert in experts], 2)
         for point, value in {"attn.q": q.reshape(1, 5, 4, 4), "attn.core": core, "attn.out": out, "ffn.norm": out, "each_expert": every, "ffn.routed": (every * gates[..., None]).sum(2)}.items():
@@ -139,7 +140,7 @@ def rank_of(rank, directory, fault):
 @pytest.fixture(scope="module", params=["", "copy"])
 def two_ranks(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
-    mp.spawn(rank_of, (str(directory), request.param), nprocs=2)
+    spawn(rank_of, (str(directory), request.param), nprocs=2)
     return directory, request.param
 
 
