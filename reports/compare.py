@@ -26,7 +26,7 @@ ALIKE = {
     "checkpoint_hash": "checkpoint bytes", "prompts": "prompts", "tokens": "prompt tokens", "steps": "decode steps", "layers": "layers judged",
     "phases": "phases", "device": "device", "seed": "seed",
 }  # fmt: skip
-LISTED = {"commit": "commit", "dirty": "uncommitted changes", "variants": "kernel variants", "decode": "decode", "policy": "rounding points", "max_context": "max context", "inject": "planted fault", "checkpoint": "checkpoint folder", "redacted": "redacted"}
+LISTED = {"production": "production", "commit": "commit", "dirty": "uncommitted changes", "variants": "kernel variants", "decode": "decode", "policy": "rounding points", "max_context": "max context", "inject": "planted fault", "checkpoint": "checkpoint folder", "redacted": "redacted"}
 WORTH = {  # measurements that people follow, by name: keys; the time always, the others where they moved by more than 1 %
     "seconds": ("seconds",), "logits": ("kl_mean", "kl_max", "top1_agreement"), "recall": ("mean", "worst"),
     "memory.footprint": ("kv_gb", "buffers_gb"), "memory.rate": ("bytes_per_token", "constant_bytes"), "memory.slope": ("last_mb", "state_growth_bytes", "live_growth_bytes", "host_growth_bytes"),

@@ -23,6 +23,11 @@ TITLES: dict[str, tuple[str, str]] = {
     "graph": ("Captured graphs that decode was replayed from", "Host code saw the captured length, replays were at others. Taps copy into buffers that are poisoned before a replay: one that did not fire is not run. Prefill and single operations are not captured."),
     "device.kernels": ("The same kernels on the CPU device: what ran", "From the point named on, the GPU ran another kernel than the CPU device, so sums may stand in another order and the reference's limits hold."),
     "device.points": ("The same kernels on the CPU device: how near", "The isolated layers again, same input and state, prefill and the first decode steps; worst and typical row over the judged layers, relative L2; sets: queries that differ. Limits: gates device.*. Not looked at: later steps, and whatever is wrong on both."),
+    "not covered": ("What production does not show", "Points that nobody could judge, with how many tests asked for each and the first of them."),
+    "not applicable": ("What this model does not have", "Mechanisms of DeepSeek-V4 that a generic audit does not look for."),
+    "logprobs": ("Log-probabilities of a server", "As read from the given file, against the reference."),
+    "policy": ("Where production rounds", "Shares of shown values that lie on each format's grid; declared and published as the policies say. No number: no shown point holds the rounded values."),
+    "outside.left_padding": ("Left padding", "A row alone against the same row behind pads and an attention mask, positions its own: what a batch of unequal rows would cost. Reported, not judged."),
     "waiver": ("Waivers of this run", "Known deviations that were accepted, each with its reason, its end and the verdicts that it met."),
     "seconds": ("Time of the run", ""),
     "early end": ("Where the fault profile ended", "Once a gate is red the models are not run further; what was not run then is no part of the verdict."),
@@ -31,6 +36,10 @@ TITLES: dict[str, tuple[str, str]] = {
 
 COMMON = {"of": "part", "bf16_gb": "BF16, GB", "lengths": "at tokens", "operations": "by"}
 COLUMNS: dict[str, dict[str, str]] = {
+    "policy": {
+        "on_grid": "values on the grid", "rounds": "rounds as seen", "otherwise": "otherwise than published", "off_rotated": "off the rotated reference", "off_unrotated": "off the unrotated reference",
+    },
+    "outside.left_padding": {"pads": "pads before it", "largest_logit_difference": "largest logit difference"},
     "load.books": {"in_checkpoint": "tensors in the checkpoint", "tensors": "tensors consumed", "wrong": "not exactly once"},
     "load": {"megabytes": "MB", "least_scale": "smallest scale", "checksum_held": "checksum, held", "checksum_stored": "checksum, stored", "different": "values that differ"},
     "memory.widths": {

@@ -86,11 +86,17 @@ class Outcome:
     sentence: str
     reasons: list[str]
     waived: int = 0
+    covered: str = ""
 
     @property
     def word(self) -> str:
         """The verdict as the page shows it: with a waiver it is never a plain pass."""
         return self.verdict + (f" with {words.plural(self.waived, 'waiver')}" if self.waived else "")
+
+    @property
+    def claim(self) -> str:
+        """The verdict and how much of somebody else's production it is about."""
+        return self.verdict + (f", {self.covered}" if self.covered else "")
 
 
 def split(records: list[Record]) -> Run:
@@ -139,9 +145,10 @@ def outcome_of(run: Run) -> Outcome:
         sentence = f"{counted[1]} of {words.plural(judged, 'judged gate')} failed" + (f", {waived} of them waived" if waived else "")
         sentence += f"; {words.plural(counted[2], 'gate was', 'gates were')} not run." if counted[2] else "."
     elif summary.verdict == "pass":
-        sentence = f"all {words.plural(total, 'gate')} passed, and nothing that was asked for was left out."
+        whole = "what production does not show was not judged" if words.coverage_words(summary.coverage) else "nothing that was asked for was left out"
+        sentence = f"all {words.plural(total, 'gate')} passed, and {whole}."
         if waived:
-            sentence = f"{counted[0]} of {words.plural(total, 'gate')} passed, {words.plural(waived, 'known failure is', 'known failures are')} waived, and nothing that was asked for was left out."
+            sentence = f"{counted[0]} of {words.plural(total, 'gate')} passed, {words.plural(waived, 'known failure is', 'known failures are')} waived, and {whole}."
     else:
         parts = []
         if counted[2]:
@@ -151,7 +158,7 @@ def outcome_of(run: Run) -> Outcome:
         if not counted[0]:
             parts.append("nothing was compared" if total == 0 else "nothing passed")
         sentence = (f"{words.plural(waived, 'known failure is', 'known failures are')} waived, but " if waived else "nothing failed, but ") + (", ".join(parts) or "not everything was looked at") + "."
-    return Outcome(summary.verdict, sentence, summary.reasons, waived)
+    return Outcome(summary.verdict, sentence, summary.reasons, waived, words.coverage_words(summary.coverage))
 
 
 def answer_of(run: Run, outcome: Outcome) -> str:
@@ -162,7 +169,7 @@ def answer_of(run: Run, outcome: Outcome) -> str:
         return "Do not ship."
     if outcome.verdict == "incomplete":
         return "Not decided: a run that left out what was asked for is no pass."
-    where = "; it ran on the CPU device, so audit it with --device cuda before it goes on a card" if run.header.device == "cpu" else ""
+    where = "; it ran on the CPU device, so audit it with --device cuda before it goes on a card" if run.header.device == "cpu" and not run.header.production else ""
     if outcome.waived:
         return f"Ship only if you accept what is waived, none of it later than {max(str((run.verdicts[i].waiver or {}).get('until')) for i in run.waived)}{where}."
     return f"Nothing that was checked stands against shipping{where}."
@@ -411,9 +418,11 @@ def not_checked(run: Run) -> list[str]:
         out.append(f"layers {words.runs(unjudged)}: run, because later layers need them, but not judged")
     if run.kernels and all(k.arch.startswith("cpu") for k in run.kernels):
         out.append("a GPU: the kernels ran on the CPU device, which shows their arithmetic, not their behaviour or speed on a card")
-    if header.decode != "replay" and "decode" in header.phases:
+    if header.production:
+        out += not_shown(run)
+    elif header.decode != "replay" and "decode" in header.phases:
         out.append("decode from a captured graph against the reference: it ran launch by launch, and replayed steps stand beside launched ones only; --decode replay")
-    if not run.kernels:
+    if not run.kernels and not header.production:
         out.append("kernels: this run recorded none, so it cannot say which code ran")
     reasons: dict[str, int] = {}
     for v in run.verdicts:
@@ -426,6 +435,24 @@ def not_checked(run: Run) -> list[str]:
         if m.count == 0
     ]
     return out
+
+
+def not_shown(run: Run) -> list[str]:
+    """Kinds of points that somebody else's production does not show, with the tests that would have judged them."""
+    kinds: dict[str, tuple[set[int], int]] = {}
+    for m in run.measurements:
+        if m.name == "not covered":
+            name = (m.point or "logits").removeprefix(f"layers.{m.layer}.")
+            layers, tests = kinds.get(name, (set(), 0))
+            kinds[name] = (layers | ({m.layer} if m.layer is not None else set()), tests + int(words.as_number(m.values.get("tests")) or 0))
+    where = {name: f" in {'layer' if len(layers) == 1 else 'layers'} {words.runs(sorted(layers))}" if layers else "" for name, (layers, _) in kinds.items()}
+    shown = [f"production does not show {words.cut(name, 200)}{where[name]}: {words.plural(tests, 'test')} not covered" for name, (_, tests) in list(kinds.items())[:100]]
+    return [*shown, "operations, states, memory and loading of this production: only the values that it shows are judged"]
+
+
+def otherwise(run: Run) -> list[str]:
+    """What somebody else's production rounds or leaves out unlike the published model, as measured."""
+    return [words.cut(words.anything(m.values["otherwise"]), 400) for m in run.measurements if m.name == "policy" and m.values.get("otherwise")]
 
 
 @dataclass(frozen=True)
@@ -471,15 +498,15 @@ def first_facts(run: Run) -> Facts:
             ("prompts", words.cut(", ".join(prompts), 400) or NOT_RECORDED),
         ],
         code=[
+            *([("production", words.cut(header.production, 200))] if header.production else []),
             ("commit", f"{header.commit}, {dirty}" if header.commit else NOT_RECORDED),
             ("checkpoint", f"{words.cut(header.checkpoint, 200)} {header.checkpoint_hash or f'hash {NOT_RECORDED}'}"),
-            ("kernels", kernels_words(run)),
-            ("variants", f"{header.variants or NOT_RECORDED}; decode {decode}"),
+            *([] if header.production else [("kernels", kernels_words(run)), ("variants", f"{header.variants or NOT_RECORDED}; decode {decode}")]),
             ("rounding", words.cut(", ".join(header.policy), 400) or "no rounding point declared"),
             ("fault score", words.cut(header.fault_score, 400) or NOT_RECORDED),
         ],
         machine=[
-            ("GPU", fact("gpu", "capability", other="none: the kernels ran on the CPU device" if cpu else NOT_RECORDED)),
+            ("GPU", fact("gpu", "capability", other=("none: production ran on the CPU" if header.production else "none: the kernels ran on the CPU device") if cpu else NOT_RECORDED)),
             ("CUDA", fact("cuda", "driver", other="not used" if cpu else NOT_RECORDED)),
             ("torch", fact("torch", "python")),
             ("compiler", fact("compiler")),
@@ -529,7 +556,7 @@ def report_html(records: list[Record], baseline: list[Record] | None = None) -> 
         operations=operations_table(run), rows=rows, kinds=kinds[:DEFINITIONS], kinds_left_out=max(0, len(kinds) - DEFINITIONS), numbered=numbered,
         modes=sorted({v.mode for v in run.verdicts}), gate_layers=sorted({v.layer for v in run.verdicts if v.layer is not None}), options=words.options(run.header.command),
         closest=[gate_row(run, i) for i, _ in reversed(passing[-10:])],
-        unchecked=not_checked(run), out_of_scope=OUT_OF_SCOPE,
+        unchecked=not_checked(run), otherwise=otherwise(run), out_of_scope=OUT_OF_SCOPE,
         environment=facts_of(run.header.environment), model=facts_of(run.header.model),
     )  # fmt: skip
     sections = [(name, title, environment.get_template(f"sections/{name}.html").render(context)) for name, title in SECTIONS.items()]

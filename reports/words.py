@@ -13,6 +13,7 @@ import re
 import shlex
 from typing import Any
 
+from probes.core.wording import coverage_words as coverage_words
 from probes.core.wording import plural as plural
 
 DASH = "–"

@@ -74,3 +74,24 @@ def test_no_row_alone_reaches_the_largest_limit(row):
     assert 0 <= row.isolated <= row.free < MAX_LIMIT * 2 / 3
     assert row.typical <= row.isolated
     assert row.why
+
+
+def test_a_production_that_rounds_less_has_no_excuse_for_flips() -> None:
+    for name, gate in gates.GATES.items():
+        assert gates.gate_of(name, {"bf16", "kv.e4m3"}) is gate
+        plain, narrow = gates.gate_of(name, ()), gates.gate_of(name, {"bf16"})
+        if name != "recall":  # a share of entries, no error of values
+            assert max(plain.isolated, plain.typical) <= 2e-5, name
+            assert plain.free <= 2e-4, name
+            assert narrow.isolated <= 1.5e-2, name
+        assert plain.isolated <= narrow.isolated <= gate.isolated, name
+    flipped, five_percent = gates.gate_of("ffn.out", ()), 0.05
+    floor = 3e-6
+    assert gates.judge(five_percent, floor, flipped.free, flipped.k("free")).state is State.FAIL
+    assert gates.judge(five_percent, floor, gates.GATES["ffn.out"].free, flipped.k("free")).state is State.PASS
+    assert gates.judge(3e-6, floor, flipped.isolated).state is State.PASS
+
+
+def test_logits_of_attention_in_bf16_have_their_own_witness() -> None:
+    assert gates.gate_of("core.witness", {"bf16", "score.bf16"}).isolated > gates.GATES["core.witness"].isolated
+    assert gates.gate_of("core.witness", {"bf16"}) == gates.GATES["core.witness"]

@@ -201,6 +201,32 @@ def test_every_text_of_a_verdict_is_escaped(field, tmp_path):
     ElementTree.parse(tmp_path / "junit.xml")
 
 
+def test_an_outside_run_names_its_production_its_coverage_and_what_it_does_otherwise():
+    one = verdict(random.Random(0), "logits", "free", "prefill", None, state=State.PASS, spent=0.5)
+    said = "does not round index queries to e2m1: 0 % of 900 values lie on that grid"
+    records: list[Record] = [
+        dataclasses.replace(header(), production="somebody's engine", inject=None), one,
+        Measurement("policy", values={"rounding": "indexer.q.e2m1", "otherwise": said}), Measurement("policy", values={"rounding": "bf16", "otherwise": ""}),
+        *(Measurement("not covered", layer=n, point=f"layers.{n}.hc_attn.pre", values={"tests": 12, "first": "a test"}) for n in (0, 1)),
+    ]  # fmt: skip
+    records.append(dataclasses.replace(summarise(records, 1.0, None), coverage="partial: 37 of 41 points shown"))
+    page = Page(report_html(records)).words
+    assert "DeepSeek-V4 parity: somebody's engine against the FP32 reference" in page
+    assert "pass, partial coverage: 37 of 41 points shown:" in page
+    assert "nothing that was asked for was left out" not in page
+    assert "production does not show hc_attn.pre in layers 0-1: 24 tests not covered" in page
+    assert "What this implementation does otherwise than the published one" in page
+    assert said in page
+    assert "recorded none, so it cannot say which code ran" not in page
+    assert "No kernel was recorded" not in page
+    ours: list[Record] = [header(), one]
+    ours.append(summarise(ours, 1.0, None))
+    page = Page(report_html(ours)).words
+    assert "production on CUDA kernels against the FP32 reference" in page
+    assert "nothing that was asked for was left out" in page
+    assert "No kernel was recorded" in page
+
+
 def test_every_measurement_of_the_audit_has_a_name_for_people():
     """Names and keys as the audit's code writes them; what has a section of its own needs no title."""
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "parity").glob("*.py"))
