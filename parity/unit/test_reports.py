@@ -431,7 +431,7 @@ def judged_run(*verdicts: Verdict, **changes: object) -> list[Record]:
 
 
 def one(state: State = State.PASS, point: str = "layers.0.attn.q", **changes: object) -> Verdict:
-    return verdict(random.Random(0), point, "free", "prefill", 0, state=state, spent=2.0 if state is State.FAIL else 0.5, **changes)
+    return verdict(random.Random(0), point, "free", "prefill", 0, state=state, spent=2.0 if state is State.FAIL else 0.5, **changes)  # type: ignore[arg-type]
 
 
 WAIVER = {"reason": "a known rounding", "until": "2025-06-30", "by": "somebody"}
