@@ -405,7 +405,8 @@ def test_missing_file_and_unwritable_directory_exit_2(tmp_path, capsys):
     path = tmp_path / "run.jsonl"
     path.write_text(to_line(header()) + "\n", encoding="utf-8")
     assert main([str(path), "--out", str(path / "below-a-file")]) == 2
-    assert main([str(tmp_path)]) == 2
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / "empty")]) == 2  # a folder is read by its run.jsonl
     assert capsys.readouterr().err.count("\n") == 3
     with pytest.raises(SystemExit, match="2"):
         main([])
