@@ -1,12 +1,11 @@
 """The reference against the `transformers` implementation of DeepSeek-V4, in FP32, layer by layer.
 
-A development test: another implementation, another prompt than the golden file's, and other configs. It is skipped only
-where `transformers` is not installed; it is no dependency of the audit.
+A development test: another implementation, another prompt than the golden file's, and other configs, read by the adapter's own
+loader (probes/outside/deepseek_v4_transformers.py). It is skipped only where `transformers` is not installed.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from torch import Tensor
 
 import reference
 from parity.unit import worlds
-from reference.checkpoint import Checkpoint
-from reference.formats import decode_fp4_weight, decode_fp8_weight
+from probes.outside import deepseek_v4_transformers as adapter
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (development dependency)")
+pytest.importorskip("transformers", reason="transformers is not installed (extra: transformers)")
 tokenizers = pytest.importorskip("tokenizers")
 
 TINY = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-dsv4"
@@ -33,85 +31,6 @@ WORLDS: dict[str, dict[str, Any]] = {
     "sigmoid": {"scoring_func": "sigmoid", "hidden_size": 160, "hc_mult": 3, "compress_ratios": [4, 0, 128, 4], "o_groups": 1},
     "pro-like": {"compress_ratios": [128, 128, 4, 128], "hc_sinkhorn_iters": 1, "num_hash_layers": 3, "sliding_window": 5},
 }
-NAMES = [
-    ("attn.attn_sink", "self_attn.sinks"),
-    ("attn.q_norm.weight", "self_attn.q_a_norm.weight"),
-    ("attn.kv_norm.weight", "self_attn.kv_norm.weight"),
-    ("attn.wq_a.weight", "self_attn.q_a_proj.weight"),
-    ("attn.wq_b.weight", "self_attn.q_b_proj.weight"),
-    ("attn.wkv.weight", "self_attn.kv_proj.weight"),
-    ("attn.wo_a.weight", "self_attn.o_a_proj.weight"),
-    ("attn.wo_b.weight", "self_attn.o_b_proj.weight"),
-    ("attn.indexer.wq_b.weight", "self_attn.compressor.indexer.q_b_proj.weight"),
-    ("attn.indexer.weights_proj.weight", "self_attn.compressor.indexer.scorer.weights_proj.weight"),
-    ("attn.indexer.compressor.", "self_attn.compressor.indexer."),
-    ("attn.compressor.", "self_attn.compressor."),
-    ("ffn.gate.bias", "mlp.gate.e_score_correction_bias"),
-    ("ffn.gate.", "mlp.gate."),
-    ("ffn.shared_experts.w1", "mlp.shared_experts.gate_proj"),
-    ("ffn.shared_experts.w2", "mlp.shared_experts.down_proj"),
-    ("ffn.shared_experts.w3", "mlp.shared_experts.up_proj"),
-    ("attn_norm", "input_layernorm"),
-    ("ffn_norm", "post_attention_layernorm"),
-    ("hc_attn_", "attn_hc."),
-    ("hc_ffn_", "ffn_hc."),
-]
-COMPRESSOR_NAMES = [("wkv.", "kv_proj."), ("wgate.", "gate_proj."), ("norm.", "kv_norm."), ("ape", "position_bias")]
-
-
-def other_name(name: str) -> str:
-    """A checkpoint's tensor name in the words of `transformers`."""
-    for ours, theirs in (("embed.", "model.embed_tokens."), ("head.", "lm_head."), ("norm.", "model.norm."), ("hc_head_", "model.hc_head.hc_")):
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
-    _, layer, rest = name.split(".", 2)
-    for ours, theirs in NAMES:
-        if rest.startswith(ours):
-            rest = theirs + rest.removeprefix(ours)
-            break
-    if ".compressor." in name:
-        for ours, theirs in COMPRESSOR_NAMES:
-            head, _, tail = rest.rpartition("compressor.indexer." if "compressor.indexer." in rest else "compressor.")
-            if tail.startswith(ours):
-                middle = rest[len(head) : len(rest) - len(tail)]
-                rest = head + middle + theirs + tail.removeprefix(ours)
-                break
-    return f"model.layers.{layer}.{rest}"
-
-
-def other_model(directory: Path):
-    """The checkpoint, decoded to FP32, in the `transformers` model."""
-    checkpoint = Checkpoint(directory)
-    weights: dict[str, Tensor] = {}
-    for name, spec in checkpoint.specs.items():
-        if name.endswith(".scale"):
-            continue
-        tensor = checkpoint.raw(name)
-        if spec.dtype in ("F8_E4M3", "I8"):
-            decode = decode_fp8_weight if spec.dtype == "F8_E4M3" else decode_fp4_weight
-            tensor = decode(tensor, checkpoint.raw(name.removesuffix("weight") + "scale"))
-        weights[name] = tensor if spec.dtype == "I64" else tensor.float()
-    for layer in checkpoint.layers:
-        expert = f"layers.{layer}.ffn.experts"
-        taken = [[weights.pop(f"{expert}.{e}.w{i}.weight") for i in (1, 2, 3)] for e in range(checkpoint.config.n_routed_experts)]
-        weights[f"{expert}.gate_up"] = torch.stack([torch.cat((w1, w3)) for w1, _, w3 in taken])
-        weights[f"{expert}.down"] = torch.stack([w2 for _, w2, _ in taken])
-    renamed = {}
-    for name, tensor in weights.items():
-        if name.endswith((".gate_up", ".down")):
-            renamed[f"model.layers.{name.split('.')[1]}.mlp.experts.{name.rsplit('.', 1)[1]}_proj"] = tensor
-        else:
-            renamed[other_name(name)] = tensor
-    values = json.loads((directory / "config.json").read_text())
-    values.pop("quantization_config")
-    ratios = values["compress_ratios"][: values["num_hidden_layers"]]
-    config = transformers.DeepseekV4Config.from_dict(values | {"compress_ratios": ratios, "torch_dtype": "float32"})
-    config._attn_implementation = config._experts_implementation = "eager"
-    model = transformers.DeepseekV4ForCausalLM(config).float().eval()
-    missing, unexpected = model.load_state_dict(renamed, strict=False)
-    assert not missing, missing
-    assert not unexpected, unexpected
-    return model
 
 
 def other_values(model, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -134,7 +53,7 @@ def row_error(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def compare(directory: Path, tokens: Tensor) -> None:
-    residuals, logits = other_values(other_model(directory), tokens)
+    residuals, logits = other_values(adapter.load(directory).root, tokens)
     model = reference.load(directory, policy="exact")
     seen: dict[str, Tensor] = {}
     points = tuple(f"layers.{n}.hc_ffn.X" for n in model.layers)
