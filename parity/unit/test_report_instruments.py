@@ -417,6 +417,9 @@ class World:
             return torch.arange(max(LENGTHS))[None] < self.lengths[:, None]
         return torch.ones(2, steps[1] - steps[0] + 1, dtype=torch.bool)
 
+    def gate(self, name: str) -> gates.Gate:
+        return gates.GATES[name]
+
     def fired(self, who: str, point: str, phase: str, steps: tuple[int, int] | None) -> int:
         if (who, point, phase) not in self.held:
             return 0

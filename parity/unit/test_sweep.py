@@ -424,7 +424,7 @@ def test_a_report_shows_the_score_of_the_last_sweep_and_older_runs_are_read():
     older = json.loads(to_line(records[0]))
     assert older.pop("fault_score") == ""
     assert from_line(json.dumps(older)) == records[0]
-    assert "fault score" not in report_html(records)
+    assert '<dt>fault score</dt><dd class="gone">not recorded</dd>' in report_html(records)
     html = report_html([header(fault_score=said), *records[1:]])
     assert f"<dt>fault score</dt><dd>{said}</dd>" in html
     assert html.index(said) < html.index('id="map"'), "on the first screen"
