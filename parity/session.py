@@ -560,7 +560,9 @@ def open_door(run: Run, layers: range) -> outsider.Outsider:
         return outsider.open_logits(option("logits"), run.answers)
     if run.traced is not None:
         return outsider.open_trace(run.traced, Checkpoint(run.checkpoint_dir, range(1)).config, layers)
-    return outsider.open_production(option("--production"), option("--dtype"), run.checkpoint_dir, layers, run.max_context, run.device)
+    opened = outsider.open_production(option("--production"), option("--dtype"), run.checkpoint_dir, layers, run.max_context, run.device)
+    opened.production.check_rows([len(prompt.ids) for prompt in run.prompts])
+    return opened
 
 
 def load_production(run: Run) -> Any:

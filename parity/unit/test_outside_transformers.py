@@ -7,6 +7,8 @@ a missing SwiGLU clamp, which the bundled texts never reach (the verdict says so
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -117,6 +119,17 @@ def test_rows_of_unequal_lengths_are_refused(exact: Any) -> None:
     production = adapter.load(TINY, layers=range(1), max_context=64)
     with pytest.raises(InputError, match="one length"):
         production.prefill(torch.zeros(2, 5, dtype=torch.int64), production.new_state(2, 64), torch.tensor([5, 3]))
+
+
+def test_unequal_prompts_are_bad_input_in_one_line(tmp_path: Path) -> None:
+    words = ["--production", "transformers", "--layers", "0", "--prompt", "medium.txt:0:9", "--prompt", "medium.txt:0:5", "--report", str(tmp_path / "r")]
+    done = subprocess.run([sys.executable, "-m", "pytest", "parity/", "-p", "no:cacheprovider", *words], cwd=TINY.parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 4
+    lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    assert len(lines) == 1
+    assert "rows of 9, 5 tokens" in lines[0]
+    assert "its cache has one length" in lines[0]
+    assert not (tmp_path / "r").exists()
 
 
 def test_left_padding_changes_its_logits() -> None:

@@ -124,6 +124,11 @@ class Outside:
         """What the model had in hand where a point shows a conversion of it; of the last call."""
         return getattr(self.model, "raw", {})
 
+    def check_rows(self, lengths: Sequence[int]) -> None:
+        """Raises InputError on rows of other lengths than one where the model has no `ragged`."""
+        if len(set(lengths)) > 1 and not self.ragged:
+            raise InputError(f"{self.name}: rows of {', '.join(map(str, lengths))} tokens: it takes rows of one length only, as its cache has one length; next: prompts of equal lengths, FILE:START:END")
+
     def measured(self, tokens: Tensor) -> dict[str, dict[str, Any]]:
         """What the model says of itself beside its points: measurements by name."""
         measure = getattr(self.model, "measured", None)
@@ -136,9 +141,7 @@ class Outside:
     def prefill(self, tokens: Tensor, state: _Held, lengths: Tensor | None = None) -> Tensor:
         """tokens [b, s] -> logits [b, s, vocab]. Rows of other lengths than s only where the model takes `lengths`."""
         count = torch.full((tokens.shape[0],), tokens.shape[1]) if lengths is None else torch.as_tensor(lengths)
-        uneven = bool((count != tokens.shape[1]).any())
-        if uneven and not self.ragged:
-            raise InputError(f"{self.name}: rows of {', '.join(str(int(n)) for n in count)} tokens: it takes rows of one length only")
+        self.check_rows(count.tolist())
         with self._observed(state.length[:, None] + torch.arange(tokens.shape[1])):
             logits = self.model.prefill(tokens, state.inner, count) if self.ragged else self.model.prefill(tokens, state.inner)
         state.length = state.length + count
