@@ -3,7 +3,7 @@
 //   out[t,h] = sum_k p_k kv_k / (sum_k p_k + exp(sink[h] - M)),  p_k = exp(scale q[t,h] . kv_k - M)
 //
 // archs    sm_90a
-// twin     reference/ops.py::sparse_attention     tests  pytest parity/unit/test_hopper.py (emulated), bench/attention_prefill.py
+// twin     reference/ops.py::sparse_attention     tests  pytest parity/test_operations_wgmma.py (emulated on the CPU), bench/attention_prefill.py
 // tensors  as sparse_attn.cu, d = 512, r = 64; `tokens` in place of its `group`. Which keys, in which order: sparse_attn_keys.cuh
 // numerics keys exact in bf16 (an e4m3 code times a power of two); scores and sums the tensor core's in fp32, by tiles of 64 keys;
 //          p fp32, multiplied as two bf16 whose sum is within 2^-17 of it; exponentials by ex2.approx; the running maximum is

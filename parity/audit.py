@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -252,6 +253,7 @@ class Audit:
     stopped: str = ""  # the fault profile: why later passes were not run
     faulty: bool = False  # a fault is planted: what this production chooses is not what one usually chooses
     broken: Exception | None = None
+    broken_at: TracebackType | None = None
     alone_words = "each layer of production on the reference's input"
     _greedy: Greedy | None = None
 
@@ -310,12 +312,12 @@ class Audit:
 
     def _run(self, phase: str, run: Callable[[], None]) -> None:
         if self.broken is not None:
-            raise self.broken
+            raise self.broken.with_traceback(self.broken_at)  # each raise adds its own frames, which pytest would print
         started = time.perf_counter()
         try:
             run()
         except Exception as error:  # not production's: every test shall see it, without running again
-            self.broken = error
+            self.broken, self.broken_at = error, error.__traceback__
             raise
         self.seconds[phase] = time.perf_counter() - started
         self.done.add(phase)

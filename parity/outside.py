@@ -6,7 +6,7 @@ prompt on, so its state is what those inputs make it. What differs then started 
 its trace. A layer whose input production does not show has no isolated side.
 
 A gate that needs a point which production does not show raises NotExposedError: the test is told as not covered, never as a pass.
-Tests: parity/unit/test_outside.py.
+Tests: parity/unit/test_outside_transformers.py, parity/unit/test_examples.py.
 """
 
 from __future__ import annotations

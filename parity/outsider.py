@@ -3,7 +3,7 @@
     outsider = open_outsider(config, checkpoint_dir, layers, max_context, device)      # None: this project's own production
 
 Which tests of the audit apply is decided here: those that read recorded points. What production does not show is collected
-as `NotCovered` and told in the verdict, never passed. Tests: parity/unit/test_outsider.py.
+as `NotCovered` and told in the verdict, never passed. Tests: parity/unit/test_examples.py, test_trace_door.py, test_logits_door.py.
 """
 
 from __future__ import annotations

@@ -440,3 +440,24 @@ def test_the_page_names_what_the_plans_run(operation: str) -> None:
     named = [getattr(variants, operation) for variants in phases]
     table = {row[0].strip("`"): row[1:] for row in rows("docs/kernels.md", "| operation | portable, prefill |")}
     assert table[operation] == [("yes" if name else "no") if isinstance(name, bool) else name or OWN[operation] for name in named]
+
+
+# ---- docstrings ----
+
+
+def missing_tests(root: Path) -> list[str]:
+    """`file: test` for every parity/**/test_*.py that a source file's text names and that is not there."""
+    found = []
+    for room in ("reference", "production", "kernels", "probes", "parity", "reports", "bench"):
+        for path in sorted((root / room).rglob("*")):
+            if path.suffix in (".py", ".cu", ".cuh", ".h", ".toml") and not {"runs", "unit"} & set(path.parts):
+                named = set(re.findall(r"parity/(?:unit/(?:cpu_device/)?)?test_[a-z0-9_]+\.py", path.read_text(encoding="utf-8")))
+                found += [f"{path.relative_to(root)}: {test}" for test in sorted(named) if not (root / test).is_file()]
+    return found
+
+
+def test_tests_that_a_source_file_names_are_there(tmp_path: Path) -> None:
+    assert missing_tests(ROOT) == []
+    (tmp_path / "probes").mkdir()
+    (tmp_path / "probes" / "x.py").write_text('"""Tests: parity/' + 'unit/test_gone.py."""\n')
+    assert missing_tests(tmp_path) == ["probes/x.py: parity/" + "unit/test_gone.py"]

@@ -5,7 +5,7 @@
 
 The trace brings its own tokens: of the prompt, and of every decode step up to the last one. It may hold any part of the points, in
 any part of the passes; `shown` says which, and what is missing is told as not covered. Nothing is computed here.
-Tests: parity/unit/test_trace_player.py.
+Tests: parity/unit/test_trace_format.py, parity/unit/test_trace_door.py.
 """
 
 from __future__ import annotations
