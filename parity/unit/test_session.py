@@ -37,7 +37,7 @@ class Shell:
         self.directory, self.report, self.temporary = directory, directory / "out", directory / "tmp"
         self.temporary.mkdir()
         self.environment = os.environ | {"TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
-        for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST"):
+        for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST", "CI", "BUILD_NUMBER"):  # with CI, pytest's summary repeats whole messages
             self.environment.pop(name, None)
 
     def start(self, *arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path, PurePath
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -31,6 +31,8 @@ from numpy import ndarray
 from torch import Tensor
 
 from reference.config import InputError, ModelConfig
+
+CACHED = type(lru_cache(len))  # functions that remember: others may answer to any name
 
 MILLION = 1 << 20  # tokens
 KINDS = {"window": 0, "csa": 4, "hca": 128}
@@ -134,7 +136,7 @@ def hosted(roots: dict[str, Any], package: str = "production") -> Hosted:
             if isinstance(thing, FunctionType):
                 stack.extend((f"{place}()", cell.cell_contents) for cell in thing.__closure__ or () if cell != CellType())
                 stack.append((f"{place}()", thing.__defaults__))
-            if not isinstance(thing, type) and callable(getattr(thing, "cache_info", None)):
+            if isinstance(thing, CACHED):
                 note("elements", f"{place}.cache", thing.cache_info().currsize)
             own = dict(getattr(thing, "__dict__", {}))
             note("elements", place, len(own))
