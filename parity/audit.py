@@ -40,6 +40,7 @@ from parity.cache import (
     unpack_states,
     values_of,
 )
+from parity.foreign import print_stack, raised_at, told
 from parity.gates import Gate, gate_of
 from parity.selection import state_phase
 from probes.core.queries import Stored, left_parts
@@ -171,20 +172,27 @@ class Plan:
 
 @dataclass
 class Crash:
-    """Production stopped with an exception: where, the first line of it, and the part of the stack that it names or came from."""
+    """Production stopped with an exception: where, the first line of it, the part of the stack that it names or came from, its frame."""
 
     phase: str
     step: int | None
     where: str
     message: str
     component: str = ""
+    raised: str = ""
+
+    def words(self) -> str:
+        """In full: `stopped in decode step 3, free: KernelError: no (raised at attention.py:12 in decode)`."""
+        at = f"{self.phase}{'' if self.step is None else f' step {self.step}'}"
+        return f"stopped in {at}, {self.where}: {self.message}" + (f" (raised at {self.raised})" if self.raised else "")
 
 
+LOADING = "checkpoint loading"
 # Words of a message, a file or a function, and whose they are; the first in this order wins.
 CRASHED_IN = (
     ("indexer", "indexer"), ("topk", "indexer"), ("compressor", "compressor"), ("sparse_attn", "attention core"), ("rope", "rope"), ("hyper_connection", "mHC"),
     ("hc_", "mHC"), ("ring", "SWA ring"), ("window", "SWA ring"), ("sink", "sink"), ("expert", "experts quant"), ("swiglu", "experts quant"), ("gate", "MoE router"),
-    ("cache.py", "memory"), ("workspace.py", "memory"), ("weights.py", "checkpoint loading"),
+    ("cache.py", "memory"), ("workspace.py", "memory"), ("weights.py", LOADING),
 )  # fmt: skip
 
 
@@ -252,6 +260,7 @@ class Audit:
     beside: Any = None  # the same kernels on another device, which runs what the isolated layers ran (parity/device_witness.py)
     stopped: str = ""  # the fault profile: why later passes were not run
     faulty: bool = False  # a fault is planted: what this production chooses is not what one usually chooses
+    redact: bool = False  # messages of exceptions are left out
     broken: Exception | None = None
     broken_at: TracebackType | None = None
     alone_words = "each layer of production on the reference's input"
@@ -326,10 +335,14 @@ class Audit:
         """Run production code. An exception ends the run as a crash; the tests report it."""
         try:
             call()
-        except Exception as error:
-            traceback.print_exc()
-            lines = str(error).strip().splitlines() or [""]
-            self.crash = Crash(phase, step, where, f"{type(error).__name__}: {lines[0][:300]}", component_of_crash(error))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # sys.exit and a framework's skip are production's too
+            print_stack(error, self.redact)
+            component = component_of_crash(error)
+            if component == LOADING and phase != "load":
+                component = ""
+            self.crash = Crash(phase, step, where, told(error, self.redact), component, raised_at(error))
             return False
         return True
 

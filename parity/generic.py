@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import copy
 import re
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from parity.attribution import first_divergence
 from parity.audit import Crash, Floor
 from parity.evaluate import judge_values, with_step
+from parity.foreign import print_stack, raised_at, told
 from parity.gates import GATES
 from parity.selection import Case, step_groups
 from probes.core.records import Divergence, Measurement, Record, State, Verdict
 from probes.outside.protocol import Outside, accepts, load_factory, wrap
 from reference.config import InputError
-from reference.points import VALUES, PointSpec, layer_of
+from reference.points import VALUES, PointSpec, Taps, layer_of
 
 NOT_APPLICABLE = ("mHC", "indexer", "compressor")
 MOST_LAYERS = 1024
@@ -61,10 +62,11 @@ def in_fp64(model: Outside) -> Outside | None:
     root = model.root
     if not isinstance(root, nn.Module) or not any(p.is_floating_point() for p in root.parameters()):
         return None
-    wide = copy.deepcopy(root).double()
-    inner = wide if model.model is root else copy.copy(model.model)
-    if inner is not wide:
-        inner.root = wide
+    inner = copy.deepcopy(model.model)  # a cache that lives in the object is the copy's own
+    wide = getattr(inner, "root", inner)
+    if wide is root:
+        raise TypeError("its copy shares the model")
+    wide.double()
     return wrap(inner, model.layers, any_name=True)
 
 
@@ -99,6 +101,10 @@ class GenericPlan:
     max_context: int
 
 
+class ReferenceStoppedError(RuntimeError):
+    """The model behind --reference raised."""
+
+
 @dataclass
 class GenericAudit:
     """Both models side by side, a phase when the first test asks for it."""
@@ -110,6 +116,7 @@ class GenericAudit:
     crash: Crash | None = None
     stopped: str = ""
     no_floor: str = ""
+    broken: str = ""  # the reference stopped: nothing can be judged
     beside: None = None  # no other device
     floors: dict[str, Floor] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
@@ -137,7 +144,9 @@ class GenericAudit:
         try:
             self.wide = in_fp64(self.reference)
             self.no_floor = "" if self.wide is not None else "the reference has no parameters of its own to run in FP64"
-        except Exception as error:  # whatever a copy of a foreign model raises
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # whatever a copy of a foreign model raises
             self.no_floor = f"the reference cannot be copied to FP64: {type(error).__name__}"
 
     # ---- running ----
@@ -160,6 +169,8 @@ class GenericAudit:
 
     def ensure(self, phase: str) -> None:
         """Run what a test of this phase needs, once."""
+        if self.broken:
+            raise ReferenceStoppedError(self.broken)
         for due in ("prefill", "decode")[: 1 + (phase == "decode")]:
             if due not in self.done and self.crash is None:
                 self.done.add(due)
@@ -172,17 +183,31 @@ class GenericAudit:
         tokens = self.tokens if step is None else self._next_tokens(step)
         try:
             self._pass("production", self.production, phase, step, tokens)
-        except Exception as error:  # production's own, told as such
-            traceback.print_exc()
-            self.crash = Crash(phase, step, "free", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # production's own, told as such
+            print_stack(error)
+            self.crash = Crash(phase, step, "free", told(error), raised=raised_at(error))
             return
-        self._pass("reference", self.reference, phase, step, tokens)
+        try:
+            self._pass("reference", self.reference, phase, step, tokens)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            print_stack(error)
+            self.broken = f"the reference {Crash(phase, step, 'free', told(error), raised=raised_at(error)).words()}"
+            raise ReferenceStoppedError(self.broken) from None
         if self.wide is not None:
             try:
                 self._pass("wide", self.wide, phase, step, tokens)
-            except Exception as error:
-                self.wide, self.no_floor = None, f"the reference does not run in FP64: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                self.wide, self.no_floor = None, f"the reference does not run in FP64: {told(error)[:200]}"
                 self.floors.clear()
+        if self.wide is not None and step is None and not any(value.dtype == torch.float64 for (who, _, _, _), value in self.values_of.items() if who == "wide"):
+            self.wide, self.no_floor = None, "the reference cannot be copied to FP64: its calls still run the model that was copied"
+            self._pass("reference", self.reference, phase, step, tokens)  # they may have written into its cache
         if self.wide is not None:
             self._add_floor(phase, step)
         if step is None or step + 1 == self.plan.steps:
@@ -299,7 +324,26 @@ def divergence_of(audit: GenericAudit, records: Sequence[Record]) -> Divergence 
 
 
 def open_audit(production: str, reference: str, given: Mapping[str, Any], plan: GenericPlan, layers: Sequence[int] | None, say: Callable[[str], None]) -> GenericAudit:
-    """Both models opened. Raises InputError."""
-    wanted, judged = (open_model(name, option, given, layers) for name, option in ((reference, "--reference"), (production, "--production")))
+    """Both models opened. Raises InputError, also where the reference's factory fails: nothing can be judged. Production's failing is a crash."""
+    try:
+        wanted = open_model(reference, "--reference", given, layers)
+    except (KeyboardInterrupt, InputError):
+        raise
+    except BaseException as error:
+        raise InputError(f"--reference {reference}: its factory raised {told(error)} ({raised_at(error)}); without a reference nothing can be judged") from None
+    try:
+        judged = open_model(production, "--production", given, layers)
+    except (KeyboardInterrupt, InputError):
+        raise
+    except BaseException as error:
+        print_stack(error)
+        audit = GenericAudit(wanted, _stopped(production, wanted), plan, say)
+        audit.crash = Crash("load", None, f"--production {production}", told(error), raised=raised_at(error))
+        return audit
     return GenericAudit(wanted, judged, plan, say)
+
+
+def _stopped(name: str, like: Outside) -> Any:
+    """Stands for a production that could not be opened: every point was asked of it, and none fires."""
+    return SimpleNamespace(name=name, model=None, root=None, taps=Taps(like.taps.points), notes=(), ragged=True)
 

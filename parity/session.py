@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 import torch
 
-from parity import device_witness, evaluate, generic, outsider, planted, policy, score, selection, stored, terminal
+from parity import device_witness, evaluate, foreign, generic, outsider, planted, policy, score, selection, stored, terminal
 from parity.attribution import first_divergence, operations_behind
 from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
 from parity.cache import ReferenceCache, cache_folder, checkpoint_facts, code_hash, machine_facts
@@ -505,7 +505,7 @@ def _load(run: Run) -> None:
     assert run.progress is not None
     tell = run.progress.say
     policy: Any = "published"
-    production = None
+    production, crash, redact = None, None, bool(run.config.getoption("--redact"))
     try:
         if run.door:
             run.outsider = open_door(run, layers)
@@ -517,10 +517,11 @@ def _load(run: Run) -> None:
             from production.model import POLICY
 
             policy = POLICY
-    except InputError:
+    except (InputError, KeyboardInterrupt):
         raise
-    except Exception as error:
-        run.load_crash = f"{outsider.DOORS[run.door] if run.door else 'import production'}: {type(error).__name__}: {error}"
+    except BaseException as error:
+        crash = Crash("load", None, outsider.DOORS[run.door] if run.door else "import production", foreign.told(error, redact), raised=foreign.raised_at(error))
+        run.load_crash = f"{crash.where}: {crash.message}"
     torch.set_num_threads(1 if Checkpoint(run.checkpoint_dir, range(1)).config.hidden_size < 2048 else max(1, os.cpu_count() or 1))
     with contextlib.redirect_stderr(_Lines(tell)):
         model = reference.load(run.checkpoint_dir, policy=policy, layers=layers, max_context=run.max_context)
@@ -528,8 +529,11 @@ def _load(run: Run) -> None:
     if run.load_crash is None and production is None:
         try:
             production = load_production(run)
-        except Exception as error:
-            run.load_crash = run.device_reason or f"production.load: {type(error).__name__}: {error}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            crash = Crash("load", None, "production.load", foreign.told(error, redact), raised=foreign.raised_at(error))
+            run.load_crash = run.device_reason or f"{crash.where}: {crash.message}"
     plan = Plan(
         rows=[p.ids for p in run.prompts], continuation=[p.continuation for p in run.prompts],
         phases=run.phases, layers=run.layers, steps=run.steps, max_context=run.max_context, checkpoint_dir=str(run.checkpoint_dir),
@@ -540,13 +544,13 @@ def _load(run: Run) -> None:
         cache = ReferenceCache(cache_folder(), facts)
     kind = run.outsider.kind if run.outsider is not None else OutsideAudit if run.door else Audit
     run.audit = kind(model, production if production is not None else _Missing(model, str(run.load_crash)), twins, plan, say=tell, cache=cache)
-    run.audit.faulty = run.fault is not None
+    run.audit.faulty, run.audit.redact = run.fault is not None, redact
     if production is not None and not run.door and asks_for_witness(run):
         run.audit.beside = device_witness.Beside.load(run.checkpoint_dir, production, run.max_context, layers)
     if run.profile == "faults":
         run.audit.red = lambda audit, phase, step, alone: evaluate.any_red(audit, phase, step, alone) or stored.any_red(audit, phase, step)
     if run.load_crash is not None:
-        run.audit.crash = Crash("load", None, "load", run.load_crash)
+        run.audit.crash = Crash("load", None, "load", run.load_crash, raised=crash.raised if crash is not None else "")
     if run.device_reason is not None:
         run.config.option.no_summary = True  # one reason for everything: the verdict's line says it
     if run.config.getoption("--redact"):
@@ -761,7 +765,7 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
         with run.audit.lenient() if isinstance(run.audit, OutsideAudit) else contextlib.nullcontext():
             found = [*facts, *measurements(run.audit), *device_witness.measurements(run.audit), *run.audit.cache_facts(), *graphs(run.audit), *mechanisms(run.audit, ledger.records), *kernels(run)]
             if run.outsider is not None:
-                found += policy.measurements(run.audit)
+                found += said_by_production(run)
     if run.outsider is not None:
         found += run.outsider.not_covered.measurements()
     for record in [*found, *run.waivers.facts()]:
@@ -789,8 +793,19 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
         report = f"not drawn: {type(error).__name__}: {' '.join(str(error).split())[:200]}; next: python -m reports {_near(ledger.path)}"
     config.add_cleanup(lambda: print("\n".join(_closing(run, divergence, summary, report)), flush=True))  # below pytest's own last line
     if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
-        clean = summary.verdict == "pass" or (bool(narrowed) and exitstatus == 0 and not summary.not_run)
+        clean = summary.verdict == "pass" or (bool(narrowed) and exitstatus == 0 and summary.verdict != "fail" and not summary.not_run)
         session.exitstatus = pytest.ExitCode.OK if clean and drawn else pytest.ExitCode.TESTS_FAILED
+
+
+def said_by_production(run: Run) -> list[Record]:
+    """What it declares beside what it does, and what it says of itself; that it stopped while it was asked."""
+    try:
+        return list(policy.measurements(run.audit))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        crash = Crash(run.phases[-1], None, "measured", foreign.told(error, run.redactor is not None), raised=foreign.raised_at(error))
+        return [Verdict("run", "run", "model", State.FAIL, "production finished", phase=crash.phase, reason=crash.words(), details={"because": crash.words()})]
 
 
 def _divergence(run: Run) -> Divergence | None:

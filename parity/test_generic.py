@@ -16,7 +16,7 @@ def test_production_runs(phase, audit, record):
     if crash is None:
         record(base)
     elif crash.phase in (phase, "load"):
-        record(replace(base, state=State.FAIL, rows=0, step_first=crash.step, reason=f"stopped in {crash.phase}{'' if crash.step is None else f' step {crash.step}'}: {crash.message}"))
+        record(replace(base, state=State.FAIL, rows=0, step_first=crash.step, reason=crash.words(), details={"because": crash.words()}))
     else:
         record(replace(base, state=State.NOT_RUN, rows=0, reason=f"production stopped in {crash.phase}: {crash.message}"))
 

@@ -18,8 +18,7 @@ def test_production_runs(phase, audit, record):
     if crash is None:
         record(Verdict("run", "run", "model", State.PASS, "production finished", phase=phase, rows=1))
     elif crash.phase in (phase, "load"):
-        step = f" step {crash.step}" if crash.step is not None else ""
-        record(Verdict("run", "run", "model", State.FAIL, "production finished", phase=phase, step_first=crash.step, component=crash.component, reason=f"stopped in {crash.phase}{step}, {crash.where}: {crash.message}"))
+        record(Verdict("run", "run", "model", State.FAIL, "production finished", phase=phase, step_first=crash.step, component=crash.component, reason=crash.words(), details={"because": crash.words()}))
     else:
         record(Verdict("run", "run", "model", State.NOT_RUN, "production finished", phase=phase, reason=f"production stopped in {crash.phase}: {crash.message}"))
 

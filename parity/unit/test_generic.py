@@ -85,6 +85,70 @@ def stops() -> Llama:
     return model
 
 
+class Holding(Llama):
+    """An engine whose cache lives in the object: new_state empties it."""
+
+    def new_state(self, batch: int, max_context: int) -> dict[str, Any]:
+        self.held = super().new_state(batch, max_context)
+        return {}
+
+    def prefill(self, tokens: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return super().prefill(tokens, self.held)
+
+    def decode(self, tokens: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return self.prefill(tokens[:, None], state)[:, 0]
+
+
+class Engine:
+    """A runner that holds model and cache for its adapter, out of a shallow copy's reach."""
+
+    def __init__(self) -> None:
+        self.llama = Holding()
+
+
+class Adapter:
+    name, points = "adapter of an engine", Llama.points
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.root = self.engine.llama.root
+        self.new_state, self.prefill, self.decode = self.engine.llama.new_state, self.engine.llama.prefill, self.engine.llama.decode
+
+
+class Pinned(Adapter):
+    """It cannot be copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("no copy of a CUDA context")
+
+
+class Closed(Adapter):
+    """Its calls are closures, which no copy reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        llama = self.engine.llama
+        self.new_state = lambda batch, max_context: llama.new_state(batch, max_context)
+        self.prefill = lambda tokens, state: llama.prefill(tokens, state)
+        self.decode = lambda tokens, state: llama.decode(tokens, state)
+
+
+def closed() -> Closed:
+    return Closed()
+
+
+def holding() -> Holding:
+    return Holding()
+
+
+def held_by_an_engine() -> Adapter:
+    return Adapter()
+
+
+def pinned() -> Pinned:
+    return Pinned()
+
+
 HERE = "parity.unit.test_generic"
 
 
@@ -151,6 +215,26 @@ def test_a_production_that_stops_is_not_run_and_never_a_pass():
     assert audit.crash is not None
     assert (audit.crash.phase, audit.crash.step, audit.crash.message) == ("decode", 0, "RuntimeError: no kernel for one row")
     assert {v.state for v in verdicts if v.phase == "decode"} == {State.NOT_RUN}
+
+
+@pytest.mark.parametrize("reference", ["holding", "held_by_an_engine"])
+def test_a_cache_inside_of_the_reference_is_its_copys_own_in_fp64(reference):
+    audit, verdicts = audited("plain", reference)
+    assert audit.no_floor == ""
+    assert [(v.point, v.reason) for v in verdicts if v.state is not State.PASS] == []
+    assert all(0 < (v.floor or 0) < 1e-5 for v in verdicts if v.point == "layers.3.out")
+
+
+def test_a_copy_that_still_runs_the_reference_is_no_floor_and_leaves_its_cache_alone():
+    audit, verdicts = audited("plain", "closed")
+    assert audit.no_floor == "the reference cannot be copied to FP64: its calls still run the model that was copied"
+    assert {v.state for v in verdicts} == {State.PASS}
+
+
+def test_a_reference_that_cannot_be_copied_has_no_floor_and_stays_whole():
+    audit, verdicts = audited("plain", "pinned")
+    assert audit.no_floor == "the reference cannot be copied to FP64: TypeError"
+    assert {v.state for v in verdicts} == {State.PASS}
 
 
 def test_tables_without_a_common_point_are_refused(monkeypatch):
