@@ -14,7 +14,8 @@ Pure functions of records; no tensors. Tests: parity/unit/test_attribution.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from parity import selection
 from parity.gates import OPERATIONS
@@ -113,11 +114,11 @@ def first_divergence(records: Sequence[Record], points: Sequence[str], loaded: b
     """
     order = {point: i for i, point in enumerate(points)}
     verdicts = [record for record in records if isinstance(record, Verdict)]
-    failed = [v for v in verdicts if v.state is State.FAIL]
+    failed = _from_their_first_step([v for v in verdicts if v.state is State.FAIL], verdicts)
     placed = [(key, v) for v in failed if (key := place(v, order)) is not None]
     if placed:
         key, first = min(placed, key=lambda entry: entry[0])
-        local = True if first.mode in ("isolated", selection.DEVICE_MODE) or first.gate in WITNESSED else not _passed_alone(verdicts, first)
+        local = True if first.mode in ("isolated", selection.DEVICE_MODE) or first.gate in WITNESSED else _local(verdicts, first, points)
         step = key[1] if 0 <= key[1] < WHOLE_PHASE else 0 if first.details.get("left_by") == "prefill" and first.phase == "decode" else None
         component, because = cause(first, failed)
         because = "; ".join(filter(None, [because, said_by_the_other_device(first, verdicts)]))
@@ -149,10 +150,34 @@ def said_by_the_other_device(first: Verdict, verdicts: Sequence[Verdict]) -> str
     return SAME_THERE if any(v.state is State.PASS for v in there) else ""
 
 
-def _passed_alone(verdicts: Iterable[Verdict], first: Verdict) -> bool:
-    """The same cell is green on the reference's own input: the error came from before."""
+def _from_their_first_step(failed: list[Verdict], verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """A typical row needs many: decode step 0, judged by itself, has too few for it. Where only the typical row of the steps behind it
+    is red and step 0 is over that limit as well, it starts there."""
+    alone = {(v.point, v.mode, v.gate): v for v in verdicts if v.phase == "decode" and (v.step_first, v.step_last) == (0, 0)}
+
+    def begins(verdict: Verdict) -> Verdict:
+        before, limit = alone.get((verdict.point, verdict.mode, verdict.gate)), verdict.details.get("median_limit")
+        within = verdict.value is not None and verdict.limit is not None and verdict.value <= verdict.limit
+        if verdict.phase != "decode" or verdict.step_first != 1 or before is None or before.value is None or limit is None or not within:
+            return verdict
+        return replace(verdict, details={**verdict.details, "first_step": 0}) if before.value > limit else verdict
+
+    return [begins(verdict) for verdict in failed]
+
+
+def _local(verdicts: Sequence[Verdict], first: Verdict, points: Sequence[str]) -> bool | None:
+    """Whether a red gate of the chain starts where it is. Green on the right input: no. Where nothing was run on that input: only if
+    the point before it is green, or there is none; else it cannot be told."""
     where = (first.point, first.phase, first.step_first)
-    return any(v.state is State.PASS and v.mode == "isolated" and (v.point, v.phase, v.step_first) == where for v in verdicts)
+    if any(v.state is State.PASS and v.mode == "isolated" and (v.point, v.phase, v.step_first) == where for v in verdicts):
+        return False
+    if any(v.mode == "isolated" and (v.point, v.phase) == where[:2] and v.state is not State.NOT_RUN for v in verdicts):
+        return True
+    at = list(points).index(first.point)
+    if at == 0:
+        return True
+    before = (points[at - 1], first.phase, first.step_first)
+    return True if any(v.state is State.PASS and v.mode == "free" and (v.point, v.phase, v.step_first) == before for v in verdicts) else None
 
 
 def _rank(verdict: Verdict, order: dict[str, int]) -> tuple[int, int, int]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from parity.audit import KEPT, Audit, Floor, ReferencePass
+from parity.selection import HEAD_POINTS
 from probes.core.rows import rows_of
 from reference.points import INDICES, layer_of, spec_of
 
@@ -43,6 +44,7 @@ class OutsideAudit(Audit):
 
     exposed      points that production can show
     alone        judged layers whose input it shows, each run by the reference on that input
+    last         point that the head reads; the head is run on it too, where production shows it
     """
 
     alone_words = "each layer of the reference on production's input"
@@ -54,7 +56,10 @@ class OutsideAudit(Audit):
         inputs = [input_point(n) for n in self.alone]
         self.production_points = tuple(dict.fromkeys(p for p in (*self.production_points, *inputs) if p in self.exposed))
         self.choice_points = tuple(p for p in self.choice_points if p in self.exposed)
-        self.isolated_points = tuple(p for p in self.isolated_points if layer_of(p) in self.alone)
+        self.last = input_point(max(self.layers_run) + 1)
+        head = HEAD_POINTS if self.last in self.exposed else ()
+        self.production_points = tuple(dict.fromkeys([*self.production_points, *([self.last] if head else [])]))
+        self.isolated_points = (*(p for p in self.isolated_points if layer_of(p) in self.alone), *head)
         self._alone_before: dict[int, dict[str, Tensor]] = {}
         self._lenient = False
 
@@ -75,7 +80,14 @@ class OutsideAudit(Audit):
             for layer in self.alone:
                 if shown.fired(input_point(layer), one.phase, one.step):
                     self._run_alone(self.reference, state, layer, one)
+            self._run_head_alone(self.reference, one)
         return True
+
+    def _run_head_alone(self, model: Any, one: ReferencePass) -> None:
+        if "logits" in self.isolated_points and self.passes["production", one.phase, one.step].fired(self.last, one.phase, one.step):
+            X = self.get("production", self.last, one.phase, one.step)
+            if X.shape[:2] == one.tokens.shape:
+                model.run_head(X, one.lengths)
 
     def _run_alone(self, model: Any, state: Any, layer: int, one: ReferencePass) -> None:
         X = self.layer_input(layer, one.phase, one.step)
@@ -93,6 +105,7 @@ class OutsideAudit(Audit):
                 if self.passes["production", one.phase, one.step].fired(input_point(layer), one.phase, one.step):
                     state.import_layer(layer, self._alone_before[layer])
                     self._run_alone(twin, state, layer, one)
+            self._run_head_alone(twin, one)
         self._add_floor("isolated", number, twin, one, self.isolated_points, floors)
 
     def _want(self, mode: str, point: str, phase: str, step: int | None) -> Tensor:
@@ -147,6 +160,8 @@ class OutsideAudit(Audit):
             layer = layer_of(point)
             if layer is not None and layer not in self.alone:
                 point, shown = input_point(layer), False
+            elif layer is None and point not in self.isolated_points:
+                point, shown = self.last, False
         if not shown and not self._lenient:
             raise NotExposedError(point)
         return super().fired(who, point, phase, steps) if shown else 0

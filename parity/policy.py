@@ -60,6 +60,7 @@ SEEN: dict[str, Seen] = {
     "indexer.compressor.e2m1": Seen(("attn.indexer.compressor",), "all", _e2m1, "indexer", "index keys to e2m1 with a power-of-two scale per 32"),
     "bf16": Seen(OUTPUTS, "all", round_bf16, "model", "outputs of linears, norms and blocks to bf16"),
     "gate.bf16": Seen(("ffn.gate", "ffn.weights"), "all", round_bf16, "MoE router", "router scores and weights to bf16"),
+    "logits.bf16": Seen(("logits",), "all", round_bf16, "head", "logits to bf16"),
 }
 # Rounded inside of an operation: no shown point holds the rounded values, so gates of what comes out must tell.
 UNSEEN: dict[str, str] = {

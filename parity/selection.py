@@ -67,10 +67,17 @@ def layer_cases(config: ModelConfig, layers: Sequence[int], phases: Sequence[str
     return cases
 
 
-def model_cases(phases: Sequence[str], steps: int) -> list[Case]:
-    """The model's own points; they exist in the free-running chain only."""
-    names = ("embed", "hc_head", "norm", "logits")
-    return [Case(phase, spec_of(name).name, "free", None, g) for phase in phases for name in names for g in _groups(phase, steps)]
+HEAD_POINTS = ("hc_head", "norm", "logits")
+
+
+def model_cases(phases: Sequence[str], steps: int, alone: bool = False) -> list[Case]:
+    """The model's own points, in the free-running chain; alone: those of the head also behind production's own last layer (parity/outside.py)."""
+    cases = []
+    for phase in phases:
+        for name in ("embed", *HEAD_POINTS):
+            modes = ("isolated", "free") if alone and name in HEAD_POINTS else ("free",)
+            cases += [Case(phase, spec_of(name).name, mode, None, g) for mode in modes for g in _groups(phase, steps)]
+    return cases
 
 
 @dataclass(frozen=True)

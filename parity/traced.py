@@ -36,7 +36,7 @@ class TraceAudit(OutsideAudit):
         self.order: list[PassKey] = [("prefill", None), *(("decode", step) for step in range(self.plan.steps))]
         self.alone_passes = {n: self._leading(input_point(n)) for n in self.alone}
         self.alone = tuple(n for n in self.alone if self.alone_passes[n])
-        self.isolated_points = tuple(p for p in self.isolated_points if layer_of(p) in self.alone)
+        self.isolated_points = tuple(p for p in self.isolated_points if layer_of(p) is None or layer_of(p) in self.alone)
 
     def _leading(self, point: str) -> int:
         for number, key in enumerate(self.order):
@@ -64,6 +64,8 @@ class TraceAudit(OutsideAudit):
             layer = layer_of(point)
             if who in ("alone", "isolated") and layer in self.alone_passes and self.order.index(asked[-1]) >= self.alone_passes[layer]:
                 raise NotExposedError(input_point(layer))
+            if who in ("alone", "isolated") and layer is None and not all(self.production.holds(self.last, *key) for key in asked):
+                raise NotExposedError(self.last)  # the head has no state: it needs the input of the asked passes only
         return super().fired(who, point, phase, steps)
 
     def coverage_points(self) -> list[tuple[str, str, int | None, str, str]]:
@@ -72,7 +74,11 @@ class TraceAudit(OutsideAudit):
         for phase, point, layer, mode, who in super().coverage_points():
             keys = [key for key in self.order if key[0] == phase]
             there = all(self.production.holds(point, *key) for key in keys)
-            if there and (mode == "free" or self.order.index(keys[-1]) < self.alone_passes.get(layer if layer is not None else -1, 0)):
+            if layer is None:
+                alone = all(self.production.holds(self.last, *key) for key in keys)
+            else:
+                alone = self.order.index(keys[-1]) < self.alone_passes.get(layer, 0)
+            if there and (mode == "free" or alone):
                 cells.append((phase, point, layer, mode, who))
         return cells
 

@@ -116,7 +116,7 @@ def round_bf16(x: Tensor) -> Tensor:
 STORAGE = frozenset({"kv.e4m3", "compressor.e4m3", "indexer.q.e2m1", "indexer.compressor.e2m1"})
 PUBLISHED = STORAGE | {"linear_in.e4m3", "bf16"}
 # What a plain BF16 model of a framework rounds besides the outputs at `bf16`; the published model keeps these in FP32.
-EAGER = frozenset({"softmax.bf16", "score.bf16", "rope.bf16", "q_factor.bf16", "pool.bf16", "post.bf16", "comb.bf16", "gate.bf16", "hidden.bf16"})
+EAGER = frozenset({"softmax.bf16", "score.bf16", "rope.bf16", "q_factor.bf16", "pool.bf16", "post.bf16", "comb.bf16", "gate.bf16", "hidden.bf16", "logits.bf16"})
 POINTS = PUBLISHED | EAGER | {"p.bf16"}
 NAMED = {"exact": frozenset[str](), "storage": STORAGE, "published": PUBLISHED, "eager.bf16": EAGER | {"bf16"}}
 
@@ -209,6 +209,10 @@ class Policy:
     def hidden(self, x: Tensor) -> Tensor:
         """silu(gate) of an expert, and its product with up before the expert's weight."""
         return self._narrow("hidden.bf16", x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """What the head puts out."""
+        return self._narrow("logits.bf16", x)
 
     def _narrow(self, point: str, x: Tensor) -> Tensor:
         return round_bf16(x) if point in self.points else x

@@ -235,6 +235,14 @@ class Transformer:
         state.layers[layer] = after
         return X
 
+    def run_head(self, X: Tensor, lengths: Tensor | Sequence[int] | None = None) -> Tensor:
+        """The head alone on given residual streams after the last layer: X [b, s, n, D] -> logits [b, s, vocab] fp32, NaN at pads."""
+        count = torch.full((X.shape[0],), X.shape[1]) if lengths is None else torch.as_tensor(lengths)
+        valid = torch.arange(X.shape[1]) < count[:, None]
+        logits = self._head(X.to("cpu", torch.float32).masked_fill(~valid[..., None, None], 0)).masked_fill(~valid[..., None], torch.nan)
+        self.taps.emit("logits", logits)
+        return logits
+
     def _head(self, X: Tensor) -> Tensor:
         """hc_head, norm, head: X [b, s, n, D] -> logits [b, s, vocab]."""
         c, policy, sums = self.config, self._policy, self._sums
@@ -242,7 +250,7 @@ class Transformer:
         x = policy.bf16(ops.rms_norm(a, self.norm, c.rms_norm_eps, sums))
         self.taps.emit("hc_head", a)
         self.taps.emit("norm", x)
-        return self.head(x)
+        return policy.logits(self.head(x))
 
     # ---- the door ----
 

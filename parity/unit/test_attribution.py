@@ -72,8 +72,23 @@ def test_what_a_prefill_hands_over_precedes_the_first_step():
 
 def test_inherited_where_the_layer_alone_passed():
     free = red("layers.1.attn.q", mode="free")
-    assert found(free).local is True
     assert found(free, red("layers.1.attn.q", state=State.PASS)).local is False
+    assert found(free, red("layers.1.attn.q")).local is True
+    assert found(free).local is None, "nothing was run on the right input, and the point before was not judged"
+    assert found(free, red("layers.1.attn.q_norm", mode="free", state=State.PASS)).local is True
+    assert found(red("embed", mode="free")).local is True, "its input are token ids"
+
+
+def test_a_typical_row_that_is_red_behind_step_0_starts_there_if_step_0_is_over_its_limit_too():
+    def group(first, last, value, state):
+        one = red("layers.1.attn.o", "decode", state=state, steps=(first, last), median_limit=0.003, **({"first_step": 1} if first else {}))
+        return replace(one, value=value, limit=0.04)
+
+    later = red("layers.1.hc_ffn.pre", "decode", steps=(0, 0))
+    assert found(later, group(0, 0, 0.02, State.PASS), group(1, 3, 0.02, State.FAIL)).point == "layers.1.attn.o"
+    assert found(later, group(0, 0, 0.02, State.PASS), group(1, 3, 0.02, State.FAIL)).step == 0
+    assert found(later, group(0, 0, 0.001, State.PASS), group(1, 3, 0.02, State.FAIL)).point == "layers.1.hc_ffn.pre", "step 0 was right there"
+    assert found(later, group(0, 0, 0.02, State.PASS), group(1, 3, 0.5, State.FAIL)).point == "layers.1.hc_ffn.pre", "a row alone is over its limit and says when"
 
 
 def test_outside_of_the_chain_parameters_then_operations_then_whole_runs_then_memory():

@@ -40,7 +40,7 @@ def audited() -> tuple[OutsideAudit, list[Verdict], set[str]]:
     plan = Plan(rows=[prompt.ids], continuation=[prompt.continuation], phases=("prefill", "decode"), layers=LAYERS, steps=STEPS, max_context=512)
     audit = OutsideAudit(model, production, [model.twin(order) for order in TWIN_ORDERS], plan, say=lambda line: None)
     verdicts, hidden = [], set()
-    for case in selection.layer_cases(model.config, LAYERS, plan.phases, STEPS) + selection.model_cases(plan.phases, STEPS):
+    for case in selection.layer_cases(model.config, LAYERS, plan.phases, STEPS) + selection.model_cases(plan.phases, STEPS, alone=True):
         try:
             verdicts.append(evaluate.judge_case(audit, case, case.id))
         except NotExposedError as error:
@@ -72,6 +72,26 @@ def test_an_undeclared_rounding_is_red(monkeypatch):
     _, verdicts, _ = audited()
     red = {v.point for v in verdicts if v.state is State.FAIL and v.mode == "isolated"}
     assert {"layers.0.attn.kv", "layers.1.attn.kv"} <= red
+
+
+@pytest.mark.parametrize("change", [lambda x: x * 1.02, lambda x: 30 * torch.tanh(x / 30), lambda x: x + torch.nn.functional.one_hot(torch.tensor(777), x.shape[-1])], ids=["2 % too large", "capped", "one token raised"])
+def test_a_head_that_is_a_little_wrong_is_found_in_both_phases_and_named(change, monkeypatch):
+    """Free-running logits may differ by what layers hand down; the head on production's own last streams may not."""
+    plain = small_engine.SmallEngine.forward
+    monkeypatch.setattr(small_engine.SmallEngine, "forward", lambda self, tokens, cache: change(plain(self, tokens, cache)))
+    audit, verdicts, _ = audited()
+    red = {(v.point, v.mode, v.phase) for v in verdicts if v.state is State.FAIL}
+    assert red >= {("logits", "isolated", "prefill"), ("logits", "isolated", "decode")}
+    assert {point for point, _, _ in red} == {"logits"}
+    first = first_divergence(verdicts, places_of_model(audit.config, audit.layers_run))
+    assert first is not None
+    assert (first.point, first.phase, first.local, first.component) == ("logits", "prefill", True, "head")
+
+
+def test_a_points_table_may_name_the_logits_too(monkeypatch):
+    monkeypatch.setattr(small_engine.Adapter, "points", {**small_engine.POINTS, "logits": "to_vocab"})
+    _, verdicts, _ = audited()
+    assert [(v.point, v.reason) for v in verdicts if v.state is not State.PASS] == []
 
 
 def test_the_example_engine_imports_nothing_from_this_project():

@@ -213,6 +213,7 @@ def test_each_point_rounds_its_own_place_only() -> None:
         "comb.bf16": lambda p: p.comb(x),
         "gate.bf16": lambda p: p.gate(x),
         "hidden.bf16": lambda p: p.hidden(x),
+        "logits.bf16": lambda p: p.logits(x),
     }
     assert set(places) == formats.POINTS
     for point in formats.POINTS:

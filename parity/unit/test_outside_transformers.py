@@ -57,7 +57,7 @@ def run(production: Any, model: Any, prompts: Sequence[str] = (PROMPT,), steps: 
     plan = Plan([p.ids for p in read], [p.continuation for p in read], phases, layers, steps, 256)
     audit = OutsideAudit(model, production, [model.twin(1)], plan, say=lambda line: None)
     asked: list[Callable[[], Verdict]] = []
-    for case in selection.layer_cases(model.config, layers, phases, steps) + selection.model_cases(phases, steps):
+    for case in selection.layer_cases(model.config, layers, phases, steps) + selection.model_cases(phases, steps, alone=True):
         asked.append(partial(judge_point, audit, case))
     for phase in phases:
         for layer in layers:

@@ -136,7 +136,7 @@ def test_what_a_trace_does_not_hold_is_not_covered_and_no_pass(captured, tmp_pat
     verdicts = [v for v in records if isinstance(v, Verdict)]
     judged = [v for v in verdicts if v.gate != "run"]
     assert not [v for v in judged if v.phase == "prefill"]
-    assert not [v for v in judged if v.mode == "isolated"]  # a layer's state needs its inputs from the prompt on
+    assert not [v for v in judged if v.mode == "isolated" and v.layer is not None]  # a layer's state needs its inputs from the prompt on; the head has none
     assert {v.state.value for v in judged} == {"pass"}, [(v.test_id, v.reason) for v in judged if v.state.value != "pass"][:5]
     seen = {(v.point, v.step_first, v.step_last) for v in judged if v.point in ("layers.0.attn.q", "layers.0.attn.o", "layers.1.attn.o", "logits")}
     assert ("layers.0.attn.o", 0, 0) in seen

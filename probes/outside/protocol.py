@@ -158,7 +158,7 @@ class Outside:
         if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != shape:
             got = f"{list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
             raise InputError(f"{self.name}: logits of a call of {list(shape)} tokens: got {got}, expected [{shape[0]}, {shape[1]}, vocab]")
-        if "logits" in self.taps.points:
+        if any(row.point == "logits" and not row.module for row in self._rows):  # else its own row of the table shows them
             self.taps.emit("logits", logits)
         return logits
 
