@@ -2,8 +2,8 @@
 
     redactor = Redactor(prompts, checkpoint_hash, decode); ledger.write(redactor(record))
 
-Left out: names of prompt files, greedy text, coordinates in the vocabulary, and every run of the prompt's text or token ids that
-a message repeats. Kept: how many tokens, and a hash of the ids. The hash has no secret in it: the same prompt on the same checkpoint has
+Left out: names of files that prompts, a trace or logits come from, greedy text, coordinates in the vocabulary, messages of
+exceptions whatever they say, and every run of the prompt's text or token ids that a message repeats; of a short prompt the whole. Kept: how many tokens, and a hash of the ids. The hash has no secret in it: the same prompt on the same checkpoint has
 the same one, so runs can be compared, and who guesses the prompt can confirm the guess. No repro file is written: a layer's
 input is enough to read the prompt back. Numbers about tokens (expert ids, positions, errors) stay. Tests: parity/unit/test_redact.py.
 """
@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from parity.foreign import LEFT_OUT
 from probes.core.inputs import Prompt
 from probes.core.records import Header, Record, Verdict
 
@@ -26,7 +27,10 @@ HIDDEN = "(redacted)"
 NO_REPRO = "--redact: a repro holds the layer's input, from which the prompt can be read back; next: run without --redact on your own machine"
 SHORTEST_TEXT = 32  # characters of the prompt in a row that are no coincidence
 SHORTEST_IDS = 6
-LISTED = re.compile(r"\d+(?:\D{1,4}\d+){%d,}" % (SHORTEST_IDS - 1))  # noqa: UP031 (braces)
+LEAST_TEXT, LEAST_IDS = 4, 2  # of a whole prompt that is shorter than that
+RAISED = re.compile(r"\b([A-Za-z_]\w*(?:Error|Exception)|SystemExit|Exit|Skipped): (?!%s).+" % re.escape(LEFT_OUT), re.DOTALL)  # noqa: UP031 (braces)
+LISTED = re.compile(r"\d+(?:\D{1,4}\d+)+")
+FILES = ("--prompt", "--logits", "--trace", "--trace-dir")  # options whose value is left out
 ONE_ID = re.compile(r"(?i)(\btokens?(?: id|\[[\d, ]+\] =) )-?\d+")  # token id 17; tokens[0, 3] = 17
 VOCABULARY = ("logits", "greedy")  # first words of gates whose last coordinate is a token id
 TEXT = re.compile(r"(^|_)text(_|$)")  # keys of what a model or a tokenizer wrote
@@ -40,19 +44,24 @@ def prompt_hash(ids: Sequence[int], salt: str) -> str:
 class Redactor:
     """decode  token ids -> text, where the checkpoint has a tokenizer; files  prompts as given on the command line."""
 
-    def __init__(self, prompts: Sequence[Prompt], salt: str, decode: Callable[[list[int]], str] | None = None, files: Sequence[str] = (), steps: int = 0) -> None:
-        self.salt = salt
+    def __init__(self, prompts: Sequence[Prompt], salt: str, decode: Callable[[list[int]], str] | None = None, files: Sequence[str] = (), steps: int = 0, door: str = "") -> None:
+        self.salt, self.door = salt, door
         self.labels = [f"row {row} {HIDDEN}: sha256 {prompt_hash(p.ids, salt)}" for row, p in enumerate(prompts)]
         self.names = _names([*files, *(p.label for p in prompts)])
         fed = [[*p.ids, *p.continuation[: steps + SHORTEST_IDS]] for p in prompts]
         self.ids = {tuple(ids[i : i + SHORTEST_IDS]) for ids in fed for i in range(len(ids) - SHORTEST_IDS + 1)}
         texts = [" ".join(decode(ids).split()) for ids in fed] if decode is not None else []
+        self.short_ids = {tuple(p.ids) for p in prompts if LEAST_IDS <= len(p.ids) < SHORTEST_IDS}
+        whole = [" ".join(decode(list(p.ids)).split()) for p in prompts] if decode is not None else []
+        self.short_texts = [re.compile(rf"(?<!\w){re.escape(text)}(?!\w)") for text in whole if LEAST_TEXT <= len(text) < SHORTEST_TEXT]
         self.pieces = {text[i : i + SHORTEST_TEXT] for text in texts for i in range(len(text) - SHORTEST_TEXT + 1)}
 
     def __call__(self, record: Record) -> Any:
         """The record without the prompt."""
         if isinstance(record, Header):
-            return replace(self._scrubbed(record), prompts=self.labels, command=self.command(record.command), redacted=True)
+            production = f"{self.door} {HIDDEN}" if self.door else self.text(record.production)
+            notes = [self.text(note.replace(f"{record.production}: ", f"{production}: ")) for note in record.notes]
+            return replace(self._scrubbed(record), prompts=self.labels, command=self.command(record.command), production=production, notes=notes, redacted=True)
         if isinstance(record, Verdict) and record.gate.split(".")[0] in VOCABULARY:
             record = replace(record, element=[])
         return self._scrubbed(record)
@@ -61,15 +70,16 @@ class Redactor:
         """What was typed, without the prompts."""
         words: list[str] = []
         for word in shlex.split(line):
-            if words and words[-1] == "--prompt":
+            if words and words[-1] in FILES:
                 word = HIDDEN
-            elif word.startswith("--prompt="):
-                word = f"--prompt={HIDDEN}"
+            elif word.split("=")[0] in FILES and "=" in word:
+                word = f"{word.split('=')[0]}={HIDDEN}"
             words.append(word)
         return self.text(shlex.join(words))
 
     def text(self, said: str) -> str:
-        """A message without file names, stretches of the prompt, or lists of its ids."""
+        """A message without file names, stretches of the prompt, lists of its ids, or what an exception says."""
+        said = RAISED.sub(rf"\1: {LEFT_OUT}", said)
         for name in self.names:
             said = said.replace(name, HIDDEN)
         said = LISTED.sub(self._numbers, said)
@@ -81,12 +91,16 @@ class Redactor:
 
     def _ids(self, numbers: list[int]) -> str:
         """A list that repeats the prompt's ids, as a hash; empty where it does not."""
-        if any(tuple(numbers[i : i + SHORTEST_IDS]) in self.ids for i in range(len(numbers) - SHORTEST_IDS + 1)):
+        if any(tuple(numbers[i : i + SHORTEST_IDS]) in self.ids for i in range(len(numbers) - SHORTEST_IDS + 1)) or any(
+            tuple(numbers[i : i + len(ids)]) == ids for ids in self.short_ids for i in range(len(numbers) - len(ids) + 1)
+        ):
             return f"{HIDDEN}: {len(numbers)} numbers"
         return ""
 
     def _repeats(self, said: str) -> bool:
         flat = " ".join(said.split())
+        if any(text.search(flat) for text in self.short_texts):
+            return True
         return bool(self.pieces) and any(flat[i : i + SHORTEST_TEXT] in self.pieces for i in range(len(flat) - SHORTEST_TEXT + 1))
 
     def _value(self, value: Any) -> Any:
@@ -95,7 +109,7 @@ class Redactor:
         if isinstance(value, dict):
             return {self.text(str(k)): hidden(v) if TEXT.search(str(k)) else self._value(v) for k, v in value.items()}
         if isinstance(value, list | tuple):
-            if len(value) >= SHORTEST_IDS and all(type(v) is int for v in value):
+            if len(value) >= LEAST_IDS and all(type(v) is int for v in value):
                 return self._ids(list(value)) or value
             return [self._value(v) for v in value]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):

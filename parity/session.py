@@ -270,6 +270,10 @@ def _checked(config: pytest.Config) -> Run:
         if not path.exists():
             raise InputError(f"{arg}: no such file or directory")
     door = outsider.asked(config)
+    if option("--redact"):
+        if option("capture") in ("no", "tee-sys"):
+            raise InputError("--redact with -s or --capture=tee-sys: what production prints may hold the prompt; next: leave it out")
+        config.option.showcapture, config.option.disable_warnings = "no", True
     profile = option("--profile") or ("full" if option("--inject") is None else "faults")
     for name, allowed in (("--phase", (*selection.PHASES, "both")), ("--device", DEVICES), ("--profile", PROFILES)):
         if (profile if name == "--profile" else option(name)) not in allowed:
@@ -553,8 +557,9 @@ def _load(run: Run) -> None:
         run.audit.crash = Crash("load", None, "load", run.load_crash, raised=crash.raised if crash is not None else "")
     if run.device_reason is not None:
         run.config.option.no_summary = True  # one reason for everything: the verdict's line says it
-    if run.config.getoption("--redact"):
-        run.redactor = Redactor(run.prompts, Checkpoint(run.checkpoint_dir, layers).hash(), decoder_of(run.checkpoint_dir), run.config.getoption("--prompt") or (), run.steps)
+    if redact:
+        files = [*(run.config.getoption("--prompt") or ()), *filter(None, (run.config.getoption(name) for name in ("trace_dir", "logits")))]
+        run.redactor = Redactor(run.prompts, Checkpoint(run.checkpoint_dir, layers).hash(), decoder_of(run.checkpoint_dir), files, run.steps, {"trace_dir": "trace", "logits": "logits of"}.get(run.door, ""))
 
 
 def open_door(run: Run, layers: range) -> outsider.Outsider:
@@ -615,6 +620,19 @@ class _Lines:
 
     def flush(self) -> None:
         pass
+
+
+def without_messages(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
+    """With --redact: what pytest tells of a test, without the messages of exceptions and without what was printed."""
+    run = item.config.stash.get(RUN, None)
+    if run is None or run.redactor is None:
+        return
+    report.sections = []
+    if report.failed and call.excinfo is not None and not isinstance(call.excinfo.value, pytest.fail.Exception):
+        at = foreign.raised_at(call.excinfo.value)
+        report.longrepr = foreign.told(call.excinfo.value, redact=True) + (f" (raised at {at})" if at else "")
+    elif isinstance(report.longrepr, tuple):
+        report.longrepr = (*report.longrepr[:2], run.redactor.text(report.longrepr[2]))
 
 
 # ---- header ----

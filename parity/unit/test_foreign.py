@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from docs.examples import small_engine
 from parity.audit import Audit
 from parity.foreign import LEFT_OUT, raised_at, told
 from parity.unit.test_generic import Llama, plain, pytest_parity
-from parity.unit.test_session import Shell, last_lines
+from parity.unit.test_session import ROOT, Shell, last_lines
 from probes.core.records import State
 
 HERE = "parity.unit.test_foreign"
@@ -134,3 +137,73 @@ def test_what_is_told_of_an_exception():
     assert raised_at(caught.value).endswith(" in leave")
     assert told(SystemExit()) == "SystemExit"
     assert raised_at(ValueError("x")) == ""
+
+
+# ---- --redact ----
+
+
+def talks(checkpoint_dir: Path, layers: range) -> small_engine.Adapter:
+    """It prints, warns and raises the prompt, in decode."""
+    model: small_engine.Adapter = small_engine.open_engine(checkpoint_dir, layers)
+
+    def decode(tokens: object, state: object) -> None:
+        print(SECRET)
+        print(SECRET, file=sys.stderr)
+        warnings.warn(SECRET, stacklevel=1)
+        try:
+            leave("raise")
+        except RuntimeError as error:
+            raise Oops(SECRET) from error
+
+    setattr(model, "decode", decode)  # noqa: B010
+    return model
+
+
+class Oops(Exception):  # noqa: N818
+    pass
+
+
+load_raise = factory("raise", "load")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("talks", "Oops"), ("load_raise", "RuntimeError")])
+@pytest.mark.parametrize("verbosity", ["-v", "-q"])
+def test_a_short_message_of_a_foreign_exception_is_left_out_everywhere(shell, name, kind, verbosity):
+    code, out, err = shell("parity/test_layers.py", "--production", f"{HERE}:{name}", *SMALL, "--redact", verbosity, "-rA")
+    assert code == 1, out + err
+    shown = {path.name: path.read_text() for path in shell.report.iterdir()} | {"out": out, "err": err}
+    assert {"run.jsonl", "report.html", "junit.xml"} <= set(shown)
+    assert [(file, word) for file, text in shown.items() for word in ("Erika", ": 4711", "[49, 640", "49, 640") if word in text] == []
+    _, verdicts, _ = shell.records()
+    (crash, *_) = [v for v in verdicts if v.gate == "run" and v.state is State.FAIL]
+    assert f"{kind}: {LEFT_OUT} (raised at test_foreign.py:" in crash.reason
+    assert LEFT_OUT in out
+
+
+def test_what_production_prints_is_never_let_through(shell):
+    code, _, err = shell("parity/", *SMALL, "--redact", "-s")
+    assert code == 4
+    assert "--redact with -s" in err
+
+
+def test_names_of_logits_files_and_traces_are_hidden(tmp_path):
+    model = small_engine.open_engine(ROOT / "checkpoints" / "tiny-dsv4", [0])
+    tokens = list(range(300, 320))
+    logits = model.prefill(torch.tensor([tokens]), model.new_state(1, 64))[0].log_softmax(-1)
+    rows = [{int(i): round(float(row[i]), 6) for i in row.topk(20).indices} for row in logits]
+    (tmp_path / "patients.jsonl").write_text(json.dumps({"tokens": tokens, "prompt": 18, "logprobs": rows}))
+    shell = Shell(tmp_path)
+    recorded = subprocess.run(
+        [sys.executable, "-m", "probes.record", "--model", "production", "--prompt", "short.txt:0:20", "--layers", "0", "--steps", "1", "--out", str(tmp_path / "ward")], cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert recorded.returncode == 0, recorded.stderr
+    for option, name, files in (("--logits", "patients", ["parity/test_logprobs.py"]), ("--trace", "ward", ["parity/test_logits.py"])):
+        path = tmp_path / ("patients.jsonl" if name == "patients" else name)
+        code, out, err = shell(*files, option, str(path), "--layers", "0", "--redact")
+        assert code in (0, 1), out + err
+        for file in ("run.jsonl", "report.html", "junit.xml"):
+            assert name not in (shell.report / file).read_text(), file
+        assert name not in out + err
+        header, _, _ = shell.records()
+        assert header.production == {"--logits": "logits of (redacted)", "--trace": "trace (redacted)"}[option]
+        assert f"{option} '(redacted)'" in header.command

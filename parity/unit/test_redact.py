@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer
 
+from parity.foreign import LEFT_OUT
 from parity.redact import HIDDEN, SHORTEST_IDS, Redactor, prompt_hash
 from parity.unit.test_session import CHECKPOINT, SMALL, Shell, last_lines
 from parity.unit.test_waivers import FAULT
@@ -84,6 +85,27 @@ def test_messages_lose_file_names_text_and_ids(redactor, ids):
     assert "1234" not in verdict.reason
     assert verdict.details["steps"] == [1, 2, 3, 4, 5, 6]
     assert (verdict.where, verdict.element) == (RED.where, RED.element)
+
+
+def test_a_whole_prompt_that_is_shorter_than_what_is_no_coincidence_is_hidden_too():
+    short = Redactor([Prompt("p.json", (49, 640), ()), Prompt("q.json", (7,), ())], "salt", lambda ids: "PIN 4711" if len(ids) > 1 else "a")
+    assert short.text("the prompt is PIN  4711!") == HIDDEN
+    assert short.text("a row of PIN 47112") == "a row of PIN 47112"
+    assert "640" not in short.text("ids [3, 49, 640] were given")
+    assert short.text("rows 49, 64, 640") == "rows 49, 64, 640"
+    assert short(replace(RED, details={"ids": [49, 640], "steps": [7, 8]})).details == {"ids": f"{HIDDEN}: 2 numbers", "steps": [7, 8]}
+
+
+def test_the_message_of_an_exception_goes_whatever_it_says(redactor):
+    assert redactor.text("production stopped: KernelError: hello 12") == f"production stopped: KernelError: {LEFT_OUT}"
+    said = f"stopped in decode, free: Oops: {LEFT_OUT} (raised at x.py:3 in f)"
+    assert redactor.text(said) == said
+    assert redactor.text(f"RuntimeError: {LEFT_OUT} (raised at x.py:3 in f)") == f"RuntimeError: {LEFT_OUT} (raised at x.py:3 in f)"
+
+
+@pytest.mark.parametrize(("typed", "shown"), [("--logits board.jsonl", f"--logits '{HIDDEN}'"), ("--trace=t", f"'--trace={HIDDEN}'"), ("--trace-dir t", f"--trace-dir '{HIDDEN}'")])
+def test_the_file_of_another_door_is_left_out_of_the_command(typed, shown, redactor):
+    assert redactor.command(f"pytest parity/ {typed} --steps 4") == f"pytest parity/ {shown} --steps 4"
 
 
 def test_a_coordinate_in_the_vocabulary_is_left_out(redactor):
