@@ -44,6 +44,7 @@ def add_options(group: Any) -> None:
     group.addoption("--reference", default=None, metavar="MODULE:FACTORY", help="another model stands for the reference: --production may be no DeepSeek-V4, and the generic part judges it (parity/generic.py)")
     group.addoption("--dtype", default=None, metavar="fp32|bf16", help="of --production, where it can choose (default: fp32)")
     group.addoption("--logits", default=None, metavar="FILE.jsonl", help="audit what a server said: token ids and log-probabilities, a sequence a line (docs/your-stack.md)")
+    group.addoption("--least-coverage", default=None, metavar="PERCENT", help="with one of these doors: where production shows fewer of the asked points, the verdict is incomplete and the exit code 1")
     group.addoption("--policy", default=None, metavar="NAME", help=f"where the reference rounds, with one of these doors: {', '.join(NAMED)}, or rounding points with commas (default: what the model or trace declares; --logits: published)")
 
 
@@ -88,21 +89,44 @@ class Outsider:
     kind: type[OutsideAudit] = OutsideAudit
     not_covered: NotCovered = field(default_factory=NotCovered)
 
-    def words(self, audit: OutsideAudit) -> str:
-        """How much was covered: full, partial with the count, logits only."""
-        missing, asked = audit.uncovered(), audit.free_points
+    def words(self, audit: OutsideAudit, absent: Sequence[str] = ()) -> str:
+        """How much was covered: full, partial with the count, logits only; and phases of which nothing is shown. absent  those asked that were not run."""
+        phases = {phase: shown_in(audit, phase) for phase in audit.plan.phases}
+        there = [phase for phase in phases if phases[phase] or begun(audit, phase)]
+        missing = "".join(f"; {phase} not shown" for phase in [*(phase for phase in phases if phase not in there), *absent])
         if self.coverage:
-            return self.coverage
-        return f"partial: {len(asked) - len(missing)} of {plural(len(asked), 'point')} shown" if missing or self.not_covered.tests else "full"
+            return self.coverage + missing
+        asked = audit.free_points
+        shown = [point for point in asked if there and all(point in phases[phase] for phase in there)]
+        few = f"; only {shown[0]}" if len(shown) == 1 else ""
+        return f"partial: {len(shown)} of {plural(len(asked), 'point')} shown{few}{missing}" if len(shown) < len(asked) or missing or self.not_covered.tests else "full"
+
+    def percent(self, audit: OutsideAudit, absent: Sequence[str] = ()) -> float:
+        """Of the asked points in the asked phases, how many are shown throughout; a phase that is not shown counts as nothing."""
+        asked = len(audit.asked_points if isinstance(audit, LogitsAudit) else audit.free_points) * (len(audit.plan.phases) + len(absent))
+        return 100 * sum(len(shown_in(audit, phase)) for phase in audit.plan.phases) / max(asked, 1)
+
+
+def shown_in(audit: OutsideAudit, phase: str) -> frozenset[str]:
+    """Points that production shows in every pass of a phase."""
+    if isinstance(audit, TraceAudit):
+        keys = [key for key in audit.order if key[0] == phase]
+        return frozenset(point for point in audit.free_points if keys and all(audit.production.holds(point, *key) for key in keys))
+    return frozenset(point for point in audit.free_points if audit.exposes(point))
+
+
+def begun(audit: OutsideAudit, phase: str) -> bool:
+    """Whether production shows anything in any pass of a phase."""
+    return isinstance(audit, TraceAudit) and any(audit.production.holds(point, *key) for key in audit.order if key[0] == phase for point in audit.free_points)
 
 
 def asked(config: pytest.Config) -> str:
     """Which door the command line names; empty: none. Raises InputError on two, or on options that only this project's production has."""
     named = [door for door in DOORS if config.getoption(door, None) is not None]
     if not named:
-        for option in ("dtype", "reference", "policy"):
+        for option in ("dtype", "reference", "policy", "least_coverage"):
             if config.getoption(option, None) is not None:
-                raise InputError(f"--{option}: it needs {'one of ' + ', '.join(DOORS.values()) if option == 'policy' else '--production'}")
+                raise InputError(f"--{option.replace('_', '-')}: it needs {'one of ' + ', '.join(DOORS.values()) if option in ('policy', 'least_coverage') else '--production'}")
         return ""
     if len(named) > 1:
         raise InputError(f"{DOORS[named[0]]} and {DOORS[named[1]]}: one of them")

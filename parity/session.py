@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -200,6 +201,8 @@ class Run:
     answers: list[Given] = field(default_factory=list)
     policy_given: frozenset[str] | None = None
     traced: Traced | None = None
+    absent: tuple[str, ...] = ()  # phases that were asked for, and of which the trace or file holds nothing
+    least_coverage: int = 0
     _behind: frozenset[str] | None = None
 
     def operations_behind(self) -> frozenset[str] | None:
@@ -292,8 +295,12 @@ def _checked(config: pytest.Config) -> Run:
         if option("--phase") == "decode":
             raise InputError("--phase decode --steps 0: no decode step to judge")
         phases = ("prefill",)
+    absent: tuple[str, ...] = ()
+    least = 0 if option("least_coverage") is None else _whole(option("least_coverage"), "--least-coverage", 0)
+    if least > 100:
+        raise InputError(f"--least-coverage {least}: expected a whole number of percent, at most 100")
     if option("reference") is not None:
-        return _checked_generic(config, door, phases, steps, max_context, directory)
+        return _checked_generic(config, door, phases, steps, max_context, directory, least)
     model_config = Checkpoint(directory, range(1)).config
     layers = selection.parse_layers(option("--layers"), model_config.num_hidden_layers)
     Checkpoint(directory, range(max(layers) + 1))
@@ -317,7 +324,7 @@ def _checked(config: pytest.Config) -> Run:
         if "decode" in phases and not steps:
             if option("--phase") == "decode":
                 raise InputError(f"--phase decode --trace {option('trace_dir')}: the trace holds no decode step")
-            phases = ("prefill",)
+            phases, absent = ("prefill",), ("decode",)
     answers: list[Given] = []
     if door == "logits":
         answers = read_logits(config.invocation_params.dir / option("logits"), directory, model_config.vocab_size)
@@ -325,7 +332,7 @@ def _checked(config: pytest.Config) -> Run:
         if "decode" in phases and option("--phase") == "decode" and not held:
             raise InputError(f"--phase decode --logits {option('logits')}: no row after the prompt")
         steps = held if option("--steps") is None else min(steps, held)
-        phases = phases if held else ("prefill",)
+        phases, absent = (phases, absent) if held or "decode" not in phases else (("prefill",), ("decode",))
     policy_given = outsider.policy_of(option("policy"))
     held_prompts = [inputs.Prompt(one.label, one.prompt, one.completion) for one in answers] or (traced.prompts if traced else [])
     prompts = held_prompts or [inputs.read_prompt(spec, directory, model_config.vocab_size) for spec in option("--prompt") or list(fault.prompts if fault else ()) or [DEFAULT_PROMPT]]
@@ -335,11 +342,11 @@ def _checked(config: pytest.Config) -> Run:
         raise InputError(f"prompt of {plural(longest, 'token')} and {plural(needed - longest, 'step')} need {plural(needed, 'token')}, --max-context is {max_context}")
     return Run(
         config, phases, layers, steps if "decode" in phases else 0, max_context, option("--device"), directory, prompts, fault, _report_dir(option("--report"), config), profile=profile,
-        waivers=waivers, baseline=baseline, door=door, traced=traced, answers=answers, policy_given=policy_given, reds=score.known_reds(), decode=option("--decode") or (fault.decode if fault else "") or "eager", variants=option("--variants") or (fault.variants if fault else "") or None,
+        waivers=waivers, baseline=baseline, door=door, traced=traced, absent=absent, least_coverage=least, answers=answers, policy_given=policy_given, reds=score.known_reds(), decode=option("--decode") or (fault.decode if fault else "") or "eager", variants=option("--variants") or (fault.variants if fault else "") or None,
     )  # fmt: skip
 
 
-def _checked_generic(config: pytest.Config, door: str, phases: tuple[str, ...], steps: int, max_context: int, directory: Path) -> Run:
+def _checked_generic(config: pytest.Config, door: str, phases: tuple[str, ...], steps: int, max_context: int, directory: Path, least: int) -> Run:
     """What `--reference` needs: no checkpoint, token ids from a file; which layers there are the models say."""
     option = config.getoption
     for name in ("waivers", "redact"):
@@ -353,7 +360,7 @@ def _checked_generic(config: pytest.Config, door: str, phases: tuple[str, ...], 
     baseline = None if option("--baseline") is None else _baseline(config.invocation_params.dir / option("--baseline"))
     return Run(
         config, phases, layers, steps if "decode" in phases else 0, max_context, option("--device"), directory, prompts, None, _report_dir(option("--report"), config), baseline=baseline, door=door,
-        generic=True,
+        generic=True, least_coverage=least,
     )  # fmt: skip
 
 
@@ -795,11 +802,14 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     if run.generic:
         summary = replace(summary, coverage=run.audit.coverage())
     if run.outsider is not None and isinstance(run.audit, OutsideAudit):
-        summary = replace(summary, coverage=run.outsider.words(run.audit))
+        summary = replace(summary, coverage=run.outsider.words(run.audit, run.absent))
+    too_little = _too_little(run)
     if narrowed:
         summary = replace(summary, reasons=[*summary.reasons, narrowed], verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
     else:
         summary = replace(summary, reasons=[*summary.reasons, *unexercised(ledger.records)])
+    if too_little:
+        summary = replace(summary, reasons=[too_little, *summary.reasons], verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
     run.record(summary)
     ledger.close()
     drawn = False
@@ -811,8 +821,19 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
         report = f"not drawn: {type(error).__name__}: {' '.join(str(error).split())[:200]}; next: python -m reports {_near(ledger.path)}"
     config.add_cleanup(lambda: print("\n".join(_closing(run, divergence, summary, report)), flush=True))  # below pytest's own last line
     if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
-        clean = summary.verdict == "pass" or (bool(narrowed) and exitstatus == 0 and summary.verdict != "fail" and not summary.not_run)
+        clean = summary.verdict == "pass" or (bool(narrowed) and not too_little and exitstatus == 0 and summary.verdict != "fail" and not summary.not_run)
         session.exitstatus = pytest.ExitCode.OK if clean and drawn else pytest.ExitCode.TESTS_FAILED
+
+
+def _too_little(run: Run) -> str:
+    """Why what production shows is less than was asked for; empty where it is enough."""
+    if run.generic:
+        shown = 100 * len(run.audit.points) / max(len(run.audit.points) + len(run.audit.hidden), 1)
+    elif run.outsider is not None and isinstance(run.audit, OutsideAudit):
+        shown = run.outsider.percent(run.audit, run.absent)
+    else:
+        return ""
+    return f"{math.floor(10 * shown) / 10:g} % of the asked points are shown, --least-coverage asks for {run.least_coverage} %" if shown < run.least_coverage else ""
 
 
 def said_by_production(run: Run) -> list[Record]:

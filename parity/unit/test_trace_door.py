@@ -145,7 +145,9 @@ def test_what_a_trace_does_not_hold_is_not_covered_and_no_pass(captured, tmp_pat
     assert ("layers.1.attn.o", 1, 2) not in seen  # missing at step 1
     missing = {m.point for m in records if isinstance(m, Measurement) and m.name == "not covered"}
     assert {"layers.0.attn.q", "layers.1.attn.o", "embed"} <= missing
-    assert records[-1].coverage.startswith("partial: 0 of ")
+    assert records[-1].coverage.startswith("partial: ")
+    assert records[-1].coverage.endswith(" points shown; prefill not shown")
+    assert not records[-1].coverage.startswith("partial: 0 of ")  # those that every step holds
 
 
 @pytest.mark.parametrize(
