@@ -164,6 +164,8 @@ def _check_generic(config: pytest.Config, door: str) -> None:
     """What `--reference` goes with. Raises InputError."""
     if door != "production":
         raise InputError(f"--reference with {DOORS[door]}: it stands beside --production")
+    if config.getoption("production") == "transformers":
+        raise InputError("--production transformers with --reference: that name is transformers' DeepSeek-V4, whose reference is the project's own; next: leave --reference out, or --production package.module:factory")
     if config.getoption("policy", None) is not None:
         raise InputError("--policy with --reference: the other model rounds as it does")
     if not config.getoption("prompt", None):

@@ -284,6 +284,7 @@ def test_a_perturbed_layer_ends_with_one_and_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
+        (["--production", "transformers"], "--production transformers with --reference: that name is transformers' DeepSeek-V4, whose reference is the project's own"),
         (["--policy", "exact"], "--policy with --reference: the other model rounds as it does"),
         (["--reference", "parity.unit.test_generic:nothing"], "--reference parity.unit.test_generic:nothing: parity.unit.test_generic has no nothing"),
     ],

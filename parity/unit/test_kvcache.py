@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from docs.examples import kv_cache as example
 from probes import kv_cache
 from probes.outside.kvcache import ENTRIES, INDEXER, WINDOW, Format, Pool, format_of, read_cache
 from production.cache import encode_entries, encode_index_keys
@@ -92,6 +93,20 @@ def probe(capsys, directory, *options):
 
 def wrong_in(values):
     return {one["store"]: one["wrong"] for one in values["stores"]}
+
+
+def test_the_example_writes_a_cache_that_agrees_and_a_swapped_page_in_it_is_found(tmp_path, capsys):
+    assert example.main([str(tmp_path / "c")]) == 0
+    code, values, _ = probe(capsys, tmp_path / "c")
+    assert (code, values["differ"], [(one["layer"], one["entries"]) for one in values["stores"]]) == (0, 0, [(0, 128), (1, 128)])
+    assert max(one["worst"]["error"] for one in values["stores"]) < 0.01
+    said = json.loads((tmp_path / "c" / "cache.json").read_text())
+    table = said["layers"]["1"]["window"]["page_table"][0]
+    table[0], table[1] = table[1], table[0]
+    (tmp_path / "c" / "cache.json").write_text(json.dumps(said))
+    _, values, _ = probe(capsys, tmp_path / "c")
+    assert values["differ"] == 32
+    assert example.main([]) == 2
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -162,6 +162,7 @@ def test_what_a_trace_does_not_hold_is_not_covered_and_no_pass(captured, tmp_pat
         (lambda m, to: (to / m["passes"][1]["file"]).write_bytes(b"x" * 20), (), "truncated or broken"),
         (lambda m, to: (to / m["passes"][1]["file"]).unlink(), (), "missing; the manifest lists it"),
         (lambda m, to: m.update(size=2), (), "rank 0 of 2 alone"),
+        (lambda m, to: m["description"].update(layers=[7]), (), "its manifest says layers [7], and it holds tensors of layers [0, 1]"),
         (lambda m, to: m["description"].update(policy=["bf17"]), (), "bf17"),
         (lambda m, to: None, ("--steps", "4"), "--steps 4 with --trace: the trace holds 3"),
         (lambda m, to: None, ("--prompt", "medium.txt:0:39"), "--prompt with --trace: row 0 differs"),
@@ -188,3 +189,9 @@ def test_a_trace_needs_no_device(captured, tmp_path):
     code = "import sys; from probes.outside.trace import open_trace; open_trace(sys.argv[1]); print([m for m in sys.modules if m.split('.')[0] in ('production', 'kernels', 'cupy')])"
     assert run("-c", code, str(captured)).stdout.strip() == "[]"
 
+
+def test_a_folder_with_a_kv_cache_names_the_probe_that_reads_it(tmp_path):
+    (tmp_path / "cache.json").write_text("{}")
+    done = run("-m", "pytest", "parity/", "--layers", "0", "--report", str(tmp_path / "r"), "--trace", str(tmp_path))
+    assert done.returncode == 4
+    assert f"it holds a KV cache (cache.json) and no trace; next: python -m probes.kv_cache {tmp_path}" in done.stderr

@@ -47,6 +47,8 @@ def open_trace(directory: str | Path) -> Opened:
     if not root.is_dir():
         raise InputError(f"{root}: no such directory; expected a trace that probes/capture.py or probes.record wrote")
     folders = sorted(path.parent for path in root.glob("rank-*/manifest.json"))
+    if not folders and not (root / "manifest.json").is_file() and (root / "cache.json").is_file():
+        raise InputError(f"{root}: it holds a KV cache (cache.json) and no trace; next: python -m probes.kv_cache {root}")
     if not folders:
         manifest = read_manifest(root)
         trace = Trace.load(root)
@@ -104,6 +106,7 @@ class Player:
         declared = said.get("policy")
         self.policy: frozenset[str] = Policy.parse(tuple(declared) if isinstance(declared, list) else declared if declared is not None else frozenset()).points
         self.notes = [*opened.notes, *([] if declared is not None else ["it declares no policy: judged as exact; next: capture.describe(policy=[...])"])]
+        _check_layers(opened)
         self.prompts, self.tokens = tokens_of(opened, config.vocab_size)
         self.steps = len(self.tokens)
         own = self._runs_whole_model(config)
@@ -150,6 +153,14 @@ class Player:
         for name in self.taps.points:
             if self.holds(name, phase, step) and self.taps.wants(name):
                 self.taps.emit(name, self.trace.get(name, phase, step))
+
+
+def _check_layers(opened: Opened) -> None:
+    """The layers that the description names are those that the tensors are of, or more. Raises InputError."""
+    said = opened.trace.description.get("layers")
+    held = sorted({layer for name in opened.trace.points if (layer := layer_of(name)) is not None})
+    if isinstance(said, list) and set(held) - set(said):
+        raise InputError(f"{opened.root}: its manifest says layers {said}, and it holds tensors of layers {held}; next: capture.describe(layers=[...]) with every layer that the model runs")
 
 
 def tokens_of(opened: Opened, vocab: int) -> tuple[list[tuple[int, ...]], list[list[int]]]:
