@@ -30,6 +30,7 @@ from parity.gates import GATES
 from parity.selection import Case, step_groups
 from probes.core.records import Divergence, Measurement, Record, State, Verdict
 from probes.outside.protocol import Outside, accepts, load_factory, wrap
+from probes.outside.settings import Settings
 from reference.config import InputError
 from reference.points import VALUES, PointSpec, Taps, layer_of
 
@@ -52,9 +53,11 @@ def layers_of(model: Any) -> tuple[int, ...]:
 
 def open_model(name: str, option: str, given: Mapping[str, Any], layers: Sequence[int] | None) -> Outside:
     """The model behind `module:factory`, for free point names. Raises InputError where it is no such model."""
-    factory = load_factory(name, option)
-    model = factory(**accepts(factory, given))
-    return wrap(model, layers if layers is not None else layers_of(model), any_name=True)
+    settings = Settings()
+    with settings.theirs():
+        factory = load_factory(name, option)
+        model = factory(**accepts(factory, given))
+    return wrap(model, layers if layers is not None else layers_of(model), any_name=True, settings=settings)
 
 
 def in_fp64(model: Outside) -> Outside | None:
@@ -62,12 +65,13 @@ def in_fp64(model: Outside) -> Outside | None:
     root = model.root
     if not isinstance(root, nn.Module) or not any(p.is_floating_point() for p in root.parameters()):
         return None
-    inner = copy.deepcopy(model.model)  # a cache that lives in the object is the copy's own
+    with model.settings.theirs():
+        inner = copy.deepcopy(model.model)  # a cache that lives in the object is the copy's own
     wide = getattr(inner, "root", inner)
     if wide is root:
         raise TypeError("its copy shares the model")
     wide.double()
-    return wrap(inner, model.layers, any_name=True)
+    return wrap(inner, model.layers, any_name=True, settings=model.settings)
 
 
 def dtype_of(model: Outside) -> torch.dtype:

@@ -23,6 +23,7 @@ from probes.core.wording import plural
 from probes.outside import deepseek_v4_transformers
 from probes.outside.logits import Given
 from probes.outside.protocol import accepts, load_factory, wrap
+from probes.outside.settings import Settings
 from reference.config import InputError, ModelConfig
 from reference.formats import NAMED, Policy
 from reference.points import layer_of
@@ -148,15 +149,19 @@ def open_trace(traced: Traced, config: ModelConfig, layers: range) -> Outsider:
 
 def open_production(name: str, dtype: str | None, checkpoint_dir: Path, layers: Sequence[int], max_context: int, device: str) -> Outsider:
     """The model behind `--production`. Raises InputError where it is no such model; errors of its own code pass."""
+    settings = Settings()
     if name == "transformers":
         model = deepseek_v4_transformers.load(checkpoint_dir, layers=layers, max_context=max_context, device=device, dtype=dtype or "fp32")
     else:
-        factory = load_factory(name)
+        with settings.theirs():
+            factory = load_factory(name)
         given = {"layers": layers, "max_context": max_context, "device": device} | ({} if dtype is None else {"dtype": dtype})
         taken = accepts(factory, given)
         if dtype is not None and "dtype" not in taken:
             raise InputError(f"--dtype {dtype}: {name} takes none")
-        model = wrap(factory(checkpoint_dir, **taken), layers)
+        with settings.theirs():
+            made = factory(checkpoint_dir, **taken)
+        model = wrap(made, layers, settings=settings)
     return Outsider(model.name, model)
 
 

@@ -431,7 +431,7 @@ def start(session: pytest.Session) -> None:
 
 
 # The fault profile: where a fault shows and what it is come first, the rest only where nothing is red yet.
-NAMING = ("test_layers", "test_state", "test_device", "test_graph", "test_sink", "test_load", "test_operations")
+NAMING = ("test_layers", "test_state", "test_device", "test_graph", "test_visible", "test_sink", "test_load", "test_operations")
 
 
 def collected(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -724,7 +724,7 @@ def _header_generic(run: Run) -> Header:
     commit, dirty = git_commit(home(run.config))
     audit = run.audit
     floor = audit.no_floor and f"no noise floor: {audit.no_floor}; limits are the table's absolute part"
-    notes = [*filter(None, [f"reference: {audit.reference.name} ({run.config.getoption('reference')})", f"not applicable: {', '.join(generic.NOT_APPLICABLE)}", floor]), *audit.production.notes]
+    notes = [*filter(None, [f"reference: {audit.reference.name} ({run.config.getoption('reference')})", f"not applicable: {', '.join(generic.NOT_APPLICABLE)}", floor]), *audit.production.notes, *(f"reference: {note}" for note in audit.reference.notes)]
     return Header(
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), command=command_line(run.config), commit=commit, dirty=dirty, environment=environment(run),
         checkpoint="", checkpoint_hash="", model={"layers": len(run.layers), "points": len(audit.points)}, device=run.device, policy=[], phases=list(run.phases), layers=list(run.layers),

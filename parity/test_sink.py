@@ -1,6 +1,6 @@
-"""The sink is a logit in the denominator, once, whatever splits the keys are cut into.
+"""The sink is a logit in the denominator, once, whatever splits the keys are cut into: the operation alone (in the model: test_visible.py).
 
-Red with B083 (sinks read as bf16) and B086 (counted once per split); shown by parity/unit/test_witness.py.
+Red with B083 (sinks read as bf16) and B086 (counted once per split).
 """
 
 from __future__ import annotations
@@ -10,17 +10,12 @@ import math
 import pytest
 import torch
 
-from parity import gates, witness
+from parity import gates
 from parity.gates import OPERATIONS
 from parity.session import run_of
 from probes.core.attention import combine_segments, merge_distances
 from probes.core.records import Measurement, State, Verdict
 from probes.sink import EXTREMES, SPLITS, SinkWorld
-
-
-def test_weights_sum_to_one_less_the_sink(layer, phase, audit, record):
-    """The sum of the weights behind attn.core is 1 - the sink's share, per head and query."""
-    record(witness.judge_sink(audit, layer, phase))
 
 
 def test_global_and_per_segment_merge(device, record, pytestconfig):

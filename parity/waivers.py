@@ -204,6 +204,10 @@ def _waiver(entry: Any, where: str, config: ModelConfig, today: datetime.date) -
         raise InputError(f"{where}: gate {gate!r} is no gate that can be waived{never}")
     if not re.sub(r"[*?.]", "", point.removeprefix("layers.")) or re.fullmatch(r"layers\.[\d*?.]*", point):
         raise InputError(f"{where}: point {point!r} matches everything of a layer; name the point, e.g. layers.*.attn.core")
+    places = places_of_model(config)
+    matched = sum(glob(point).fullmatch(place) is not None for place in places)
+    if 2 * matched > len(places):
+        raise InputError(f"{where}: point {point!r} matches {matched} of the model's {len(places)} points; name the point, e.g. layers.*.attn.core")
     _check_point(where, gate, point, config)
     for key, allowed in (("phase", selection.PHASES), ("mode", MODES)):
         if entry.get(key, allowed[0]) not in allowed:

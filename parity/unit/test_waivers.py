@@ -44,6 +44,7 @@ REFUSED = {
     "unknown gate": ({"gate": "attn.cores"}, "nearest is 'attn.core'"), "every gate": ({"gate": "*"}, "no gate that can be waived"),
     "a crash": ({"gate": "run", "point": "run"}, "cannot be accepted"), "everything": ({"point": "*"}, "matches everything"),
     "every point": ({"point": "layers.*"}, "matches everything"), "a layer": ({"point": "layers.2"}, "matches everything"), "dots": ({"point": "*.*.?"}, "matches everything"),
+    "nearly every point": ({"point": "*a*"}, "of the model's"),
     "another gate's point": ({"point": "layers.*.attn.q"}, "matches no point of gate attn.core"), "no such layer": ({"point": "layers.99.attn.core"}, "matches no point"),
     "phase": ({"phase": "both"}, "prefill, decode"), "mode": ({"mode": "chain"}, "isolated"), "layers": ({"layers": "3-1"}, "runs backwards"),
     "unknown key": ({"expires": "x"}, "unknown key 'expires'"), "at_most": ({"at_most": 0.5}, "above 1"), "no number": ({"at_most": True}, "above 1"),

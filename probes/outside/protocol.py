@@ -19,7 +19,8 @@ A value of `points` is the dotted name of a submodule, whose output is the point
 `read(call)` that takes the tensor out of a `Call`. `{layer}` in a point or in a name stands for every layer. A model without
 submodules calls `model.show(point, tensor)`, which the audit puts there, wherever it has a value to show.
 
-Nothing has to be imported from this project. Hooks are borrowed for the length of a call and returned.
+Nothing has to be imported from this project. Hooks are borrowed for the length of a call and returned; so are settings of torch that
+a factory changes (default dtype, matmul precision, threads ...): they hold in its own calls only, and the header names them.
 Tests: parity/unit/test_examples.py; an example in docs/examples.
 """
 
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from probes.outside.settings import Settings
 from reference.config import InputError
 from reference.formats import POINTS, Policy
 from reference.points import Taps, spec_of
@@ -109,15 +111,23 @@ class Outside:
     taps      fires the points that `model.points` names, for loaded layers
     policy    rounding points that it declares
     ragged    rows of a batch may differ in length
+    settings  of torch, that hold while its own code runs (probes/outside/settings.py)
     """
 
-    def __init__(self, model: Any, points: Rows, layers: Sequence[int], name: str, policy: frozenset[str], ragged: bool, notes: Sequence[str], any_name: bool = False) -> None:
-        self.model, self.layers, self.name, self.policy, self.ragged, self.notes = model, tuple(layers), name, policy, ragged, tuple(notes)
+    def __init__(self, model: Any, points: Rows, layers: Sequence[int], name: str, policy: frozenset[str], ragged: bool, notes: Sequence[str], any_name: bool = False, settings: Settings | None = None) -> None:
+        self.model, self.layers, self.name, self.policy, self.ragged = model, tuple(layers), name, policy, ragged
+        self.settings = settings or Settings()
+        self._notes = tuple(notes)
         self.root: Any = getattr(model, "root", model)
         self._rows = _expanded(points, self.layers, self.root, any_name)
         self.taps = Taps(tuple(row.point for row in self._rows))
         self._positions: Tensor | None = None
         self._lengths: dict[int, Tensor] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For people: what the model says of itself, and settings of torch that it changed."""
+        return (*self._notes, *self.settings.notes())
 
     @property
     def raw(self) -> Mapping[str, Tensor]:
@@ -132,11 +142,16 @@ class Outside:
     def measured(self, tokens: Tensor) -> dict[str, dict[str, Any]]:
         """What the model says of itself beside its points: measurements by name."""
         measure = getattr(self.model, "measured", None)
-        return {} if measure is None else measure(tokens)
+        if measure is None:
+            return {}
+        with self.settings.theirs():
+            return measure(tokens)  # type: ignore[no-any-return]
 
     def new_state(self, batch: int = 1, max_context: int | None = None) -> _Held:
         """An empty state of the model, and how many tokens each row holds."""
-        return _Held(self.model.new_state(batch, max_context), torch.zeros(batch, dtype=torch.int64))
+        with self.settings.theirs():
+            inner = self.model.new_state(batch, max_context)
+        return _Held(inner, torch.zeros(batch, dtype=torch.int64, device="cpu"))
 
     def prefill(self, tokens: Tensor, state: _Held, lengths: Tensor | None = None) -> Tensor:
         """tokens [b, s] -> logits [b, s, vocab]. Rows of other lengths than s only where the model takes `lengths`."""
@@ -169,7 +184,7 @@ class Outside:
         by_module: dict[str, list[_Row]] = {}
         for row in wanted:
             by_module.setdefault(row.module, []).append(row)
-        with ExitStack() as stack, torch.no_grad():
+        with self.settings.theirs(), torch.no_grad(), ExitStack() as stack:
             for name, rows in by_module.items():
 
                 def hook(module: nn.Module, args: Any, kwargs: Any, output: Any, rows: list[_Row] = rows) -> None:
@@ -233,10 +248,11 @@ def _expanded(points: Rows, layers: Sequence[int], root: Any, any_name: bool = F
     return rows
 
 
-def wrap(model: Any, layers: Sequence[int], any_name: bool = False) -> Outside:
+def wrap(model: Any, layers: Sequence[int], any_name: bool = False, settings: Settings | None = None) -> Outside:
     """Check what a factory returned, and put it into the words of the audit. Raises InputError with what is missing.
 
     any_name   names that are no points of DeepSeek-V4 are taken too (parity/generic.py)
+    settings   in which its factory ran
     """
     name = str(getattr(model, "name", type(model).__name__))
     for method in ("prefill", "decode", "new_state"):
@@ -247,7 +263,7 @@ def wrap(model: Any, layers: Sequence[int], any_name: bool = False) -> Outside:
         raise InputError(f"{name}: points is {type(points).__name__}, expected a mapping from point names to module names")
     policy = Policy.parse(getattr(model, "policy", frozenset())).points
     assert policy <= POINTS
-    return Outside(model, points, layers, name, policy, bool(getattr(model, "ragged", False)), list(getattr(model, "notes", ())), any_name)
+    return Outside(model, points, layers, name, policy, bool(getattr(model, "ragged", False)), list(getattr(model, "notes", ())), any_name, settings)
 
 
 def accepts(factory: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
