@@ -187,6 +187,13 @@
       code.insertAdjacentElement("afterend", button);
     });
   }
+  function tell(button, word) {
+    var said = get("said");
+    button.textContent = word; button.setAttribute("aria-label", word + "; copy the command again");
+    if (!said) { said = document.createElement("p"); said.id = "said"; said.className = "unseen"; said.setAttribute("role", "status"); document.body.appendChild(said); }
+    said.textContent = "";
+    setTimeout(function () { said.textContent = "the command is " + word; }, 50);  // a change is what is read out
+  }
   document.addEventListener("click", function (event) {
     var button = event.target.closest("button.copy"), link = event.target.closest("a[data-v]"), code, range, done;
     if (link) { event.preventDefault(); if (location.hash === "#v" + link.dataset.v) { arrive(); } else { location.hash = "#v" + link.dataset.v; } }
@@ -194,7 +201,7 @@
     code = button.previousElementSibling; range = document.createRange();
     range.selectNodeContents(code); getSelection().removeAllRanges(); getSelection().addRange(range);
     done = navigator.clipboard ? navigator.clipboard.writeText(code.textContent) : Promise.resolve(document.execCommand("copy"));
-    done.then(function () { button.textContent = "copied"; }, function () { button.textContent = "selected"; });
+    done.then(function () { tell(button, "copied"); }, function () { tell(button, "selected"); });
   });
   document.addEventListener("keydown", function (event) { if (event.key === "Escape") { close(); } });
 
