@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from probes.core.trace_files import KIND, SCHEMA, Raw, assemble, is_point, read_directory, read_manifest
+from probes.core.trace_files import KIND, SCHEMA, Raw, assemble, is_point, read_directory, read_manifest, read_tensors
 from reference.config import InputError
 from reference.points import INDICES, SCORES, VALUES, spec_of
 
@@ -305,8 +304,6 @@ class Trace:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise InputError(f"{root / 'manifest.json'}: {name!r} is no .safetensors file of this directory")
         path = root / name
-        if not path.is_file():
-            raise InputError(f"{path}: missing; the manifest lists it")
         self.begin(
             entry["phase"],
             entry["step"],
@@ -315,17 +312,9 @@ class Trace:
             _from_list(entry["tokens"], torch.int64),
         )
         found = self.passes[entry["phase"], entry["step"]]
-        try:
-            with safe_open(str(path), framework="pt", device="cpu") as file:
-                held = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise InputError(f"{path}: truncated or broken: {str(error).splitlines()[0]}") from None
         listed = entry["tensors"]
-        for point in (*listed, *held):
-            if point not in held:
-                raise InputError(f"{path}: tensor {point!r} is missing; the manifest lists it")
-            if point not in listed:
-                raise InputError(f"{path}: holds {point!r}, which the manifest does not list")
+        held = read_tensors(path, listed)
+        for point in held:
             if point not in self.points:
                 raise InputError(f"{path}: {point!r} is not among the manifest's points")
         for point, shape in listed.items():

@@ -8,7 +8,7 @@ ranks are put together before that (probes/outside/shards.py). The format: docs/
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,23 @@ def read_directory(root: Path, manifest: Mapping[str, Any]) -> Raw:
     return raw
 
 
+def read_tensors(path: Path, listed: Collection[str]) -> dict[str, Tensor]:
+    """A file's tensors by name: those that are listed and no others. Raises InputError."""
+    if not path.is_file():
+        raise InputError(f"{path}: missing; the manifest lists it")
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            held = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise InputError(f"{path}: truncated or broken: {str(error).splitlines()[0]}") from None
+    for key in (*listed, *held):
+        if key not in held:
+            raise InputError(f"{path}: tensor {key!r} is missing; the manifest lists it")
+        if key not in listed:
+            raise InputError(f"{path}: holds {key!r}, which the manifest does not list")
+    return held
+
+
 def _read_pass(root: Path, entry: Mapping[str, Any]) -> RawPass:
     name = entry["file"]
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
@@ -144,19 +161,8 @@ def _read_pass(root: Path, entry: Mapping[str, Any]) -> RawPass:
             if len(shape) not in (1, 2):
                 raise InputError(f"{name} of {phase} are [b, s] or flat, got {list(shape)}")
     one = RawPass(phase, step, int(entry.get("chunk", 0)), facts["tokens"], facts["positions"], facts["lengths"], facts["valid"], unseen=dict(entry.get("unseen", {})))
-    if not path.is_file():
-        raise InputError(f"{path}: missing; the manifest lists it")
-    try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            held = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise InputError(f"{path}: truncated or broken: {str(error).splitlines()[0]}") from None
     listed = entry["tensors"]
-    for key in (*listed, *held):
-        if key not in held:
-            raise InputError(f"{path}: tensor {key!r} is missing; the manifest lists it")
-        if key not in listed:
-            raise InputError(f"{path}: holds {key!r}, which the manifest does not list")
+    held = read_tensors(path, listed)
     for key, said in listed.items():
         value, dtype = held[key], str(held[key].dtype).removeprefix("torch.")
         if list(value.shape) != said["shape"] or dtype != said["dtype"]:
