@@ -99,10 +99,12 @@ def describe(v: Verdict, options: str = "") -> str:
     """What failed, where, by how much, and how to run it again. options  what the ids depend on, from `again_options`."""
     at = f"{v.phase or 'single operation'}" + (f" step {v.worst_step}" if v.worst_step is not None else "")
     lines = [f"{v.point}   {at}   {v.mode}   {v.component}", f"  {v.reason}"]
-    if v.element:
-        lines.append(f"  worst row {v.where}, worst element {v.element}: got {v.got:.6g}, want {v.want:.6g}" if v.got is not None and v.want is not None else "")
-    if v.floor is not None and v.limit is not None:
+    if v.element and v.got is not None and v.want is not None:
+        lines.append(f"  worst row {v.where}, worst element {v.element}: got {v.got:.6g}, want {v.want:.6g}")
+    if v.limit is not None and v.floor is not None and v.k is not None and v.eps is not None:
         lines.append(f"  limit {v.limit:.3g} = {v.k:g} x floor {v.floor:.3g} + {v.eps:.3g}   ({v.why})")
+    elif v.limit is not None:  # an exact gate: its limit is no multiple of a floor
+        lines.append(f"  limit {v.limit:.3g}" + (f"   ({v.why})" if v.why else ""))
     lines.append(f"  again: pytest '{v.test_id}'{options}")
     return "\n".join(filter(None, lines))
 

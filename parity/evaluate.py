@@ -464,8 +464,9 @@ def judge_flips(audit: Audit, phase: str) -> Verdict:
     floor = audit.floor("free", "logits")
     beyond = (flipped & ~(margin <= flip_margin(floor))) | got.isnan().any(-1)
     judgement = gates.judge_exact(int(beyond.sum()), got.shape[0] if floor.rows else 0, "rows flip beyond the margin")
+    widest = f"; largest margin {float(margin[beyond].max()):.3g} > {flip_margin(floor):.3g} (twice k {gates.K_FREE:g} x floor {floor.absolute:.2g})" if beyond.any() else ""
     return replace(
-        base, state=judgement.state, reason=judgement.reason, value=float(beyond.sum()), limit=0.0, spent=judgement.spent, rows=got.shape[0], floor=floor.absolute,
+        base, state=judgement.state, reason=judgement.reason + widest, value=float(beyond.sum()), limit=0.0, spent=judgement.spent, rows=got.shape[0], floor=floor.absolute,
         near_ties=int((flipped & ~beyond).sum()),
         details={
             "flips": int(flipped.sum()), "agreement": float((~flipped).float().mean()), "allowed_margin": flip_margin(floor),
