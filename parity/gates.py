@@ -111,6 +111,7 @@ GATES: dict[str, Gate] = {
     "sink.sum": Gate(5e-3, 5e-3, 2e-4, "the same keys in FP64, rounded alike: " + BF16 + " that falls the other way"),
     "attn.mass": Gate(1e-2, 1e-2, 1e-3, "an e4m3 step of one element of q or of a key, as a share of the softmax"),
     "hc.sums": Gate(4e-3, 4e-3, 2e-4, "the same parts in FP64, rounded alike: " + BF16 + " that falls the other way"),
+    "hc.weights": Gate(1e-5, 1e-5, 1e-5, FP32),
     "sinkhorn.iterations": Gate(1e-5, 1e-5, 1e-5, FP32),
     "residual.slope": Gate(4e-3, 2e-2, 1e-3, "the chance slope of a ratio whose steps scatter by the typical row"),
 }

@@ -28,6 +28,13 @@ def test_streams_are_the_sum_of_their_parts(layer, phase, half, audit, record, p
 
 
 @HALVES
+@pytest.mark.parametrize("name", ["pre", "post"])
+def test_weights_follow_from_their_own_streams(layer, phase, half, name, audit, record):
+    """pre and post are the reference's of production's own X; what a flip did to X moves both alike."""
+    record(witness.judge_weights(audit, layer, phase, half, name))
+
+
+@HALVES
 def test_sinkhorn_runs_as_many_iterations_as_configured(layer, phase, half, audit, record):
     """comb is Sinkhorn of production's own X after hc_sinkhorn_iters iterations, columns last."""
     record(witness.judge_sinkhorn(audit, layer, phase, half))

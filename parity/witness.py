@@ -153,8 +153,9 @@ def _exact(valid: Tensor) -> Floor:
 
 
 def _only_scaled(got: Tensor, plain: Attended, valid: Tensor, limit: float) -> bool:
-    """True when every row agrees after a factor of its own."""
-    return bool((_direction_error(got, plain.out)[valid] <= limit).all())
+    """True when every row agrees after a factor of its own, and the factor is why: without it the typical row is off twice as far."""
+    after, before = _direction_error(got, plain.out)[valid], row_errors(got, plain.out, 1)[0][valid]
+    return bool((after <= limit).all()) and bool(after.double().median() <= 0.5 * before.double().median())
 
 
 def _direction_error(got: Tensor, want: Tensor) -> Tensor:
@@ -201,7 +202,7 @@ def explained_core(audit: Audit, verdict: Verdict) -> Verdict:
         return replace(verdict, component="sink", details={**verdict.details, "because": said})
     scale = _softmax_scale(audit, verdict.layer, off, left) if verdict.phase == "prefill" else None
     if scale is not None and abs(scale - 1) < 5e-3:
-        said = "rows follow from production's own q and stored keys: those are off, each within its own limit"
+        said = f"rows follow from production's own q and {'stored keys' if audit.shows_store else 'the keys it shows'}: those are off, each within its own limit"
         return replace(verdict, component="KV quant", details={**verdict.details, "because": said, "by_exclusion": True})
     if scale is not None:
         said = f"rows are right at {scale:.4g} times the softmax scale of head_dim^-0.5"
@@ -209,7 +210,8 @@ def explained_core(audit: Audit, verdict: Verdict) -> Verdict:
     if verdict.phase == "prefill" and _another_key(audit, verdict.layer, off, left):
         said = "each wrong row is the right one with one more or one less key than attention says it reads"
         return replace(verdict, component="visibility mask", details={**verdict.details, "because": said})
-    said = "the keys seen, q and the stored rows are right; no factor of a row, no softmax scale and no single key explains it: what attention reads of the cache"
+    right = "the stored rows" if audit.shows_store else f"the rows shown at attn.kv{' and attn.compressor' if audit.config.ratio(verdict.layer) else ''}"
+    said = f"the keys seen, q and {right} are right; no factor of a row, no softmax scale and no single key explains it: " + ("what attention reads of the cache" if audit.shows_store else "what is stored of them, or what attention reads of the cache")
     return replace(verdict, component="KV quant", details={**verdict.details, "because": said, "by_exclusion": True})
 
 
@@ -472,6 +474,9 @@ def _mixing_points(layer: int, half: str, who: str) -> list[tuple[str, str]]:
     return [(who, name) for name in names]
 
 
+WEIGHTS = ("pre", "post", "comb")  # of a half's streams, in the order of ops.hc_pre behind the block's input
+
+
 def judge_mixing(audit: Audit, layer: int, phase: str, half: str) -> list[Verdict]:
     """a = sum_i pre[i] X[i] and X' = post y + comb^T X of production's own values, FP64; |comb part| within comb's norm (P3).
 
@@ -561,6 +566,42 @@ def sinkhorn_start(audit: Audit, X: Tensor, layer: int, half: str, sums: Sums = 
     return start
 
 
+def _own_weights(audit: Audit, layer: int, half: str, name: str, phase: str) -> tuple[Tensor, Tensor, Tensor, Floor, Tensor]:
+    """pre, post or comb of production, and the reference's of production's own X: got, want, valid rows, floor, X [1, rows, n, D]."""
+    c, valid = audit.config, audit.valid_over(phase, _steps(audit, phase))
+    X = streams_before(audit, "isolated", layer, half, phase)[valid][None]
+    got = audit.values("isolated", f"layers.{layer}.{half}.{name}", phase, _steps(audit, phase))[valid][None]
+    every = torch.ones(got.shape[:2], dtype=torch.bool)
+
+    def weights(sums: Sums) -> Tensor:
+        w = getattr(audit.reference.blocks[layer], half)
+        return ops.hc_pre(X.float(), w.fn, w.base, w.scale, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps, sums)[WEIGHTS.index(name) + 1]
+
+    want, floor = weights(Sums(0)), Floor()
+    for order in (1, 2, 3):
+        floor.add(weights(Sums(order)), want, VALUES, want.dim() - 2, every)
+    return got, want, every, floor, X
+
+
+def _at_queries(audit: Audit, verdict: Verdict, phase: str) -> Verdict:
+    """A verdict over the valid rows in one line, placed at their row and query."""
+    at = audit.valid_over(phase, _steps(audit, phase)).nonzero()
+    where = [int(i) for i in at[verdict.where[1]]] if len(verdict.where) > 1 else []
+    details = {**verdict.details, **({"first": [int(i) for i in at[verdict.details["first"][1]]]} if "first" in verdict.details else {})}
+    return _at_step(audit, replace(verdict, details=details, where=where), phase)
+
+
+def judge_weights(audit: Audit, layer: int, phase: str, half: str, name: str) -> Verdict:
+    """pre or post is what the reference makes of production's own X: no step of what came before is left to excuse it."""
+    point, gate = f"layers.{layer}.{half}.{name}", audit.gate("hc.weights")
+    base = Verdict("hc.weights", point, "isolated", State.NOT_RUN, "worst row rel-L2 to the weights of its own X", layer=layer, phase=phase, component="mHC", local=True, why=gate.why)
+    missing = _missing(audit, base, _mixing_points(layer, half, "isolated"), phase)
+    if missing is not None:
+        return missing
+    got, want, every, floor, _ = _own_weights(audit, layer, half, name, phase)
+    return _at_queries(audit, judge_values(base, spec_of(point), gate, "isolated", got, want, every, floor), phase)
+
+
 def judge_sinkhorn(audit: Audit, layer: int, phase: str, half: str) -> Verdict:
     """comb is the reference's Sinkhorn of production's own X after exactly hc_sinkhorn_iters iterations (D7)."""
     point, gate = f"layers.{layer}.{half}.comb", audit.gate("sinkhorn.iterations")
@@ -568,18 +609,8 @@ def judge_sinkhorn(audit: Audit, layer: int, phase: str, half: str) -> Verdict:
     missing = _missing(audit, base, _mixing_points(layer, half, "isolated"), phase)
     if missing is not None:
         return missing
-    c, valid = audit.config, audit.valid_over(phase, _steps(audit, phase))
-    X = streams_before(audit, "isolated", layer, half, phase)[valid][None]  # [1, rows, n, D]
-    got = audit.values("isolated", point, phase, _steps(audit, phase))[valid][None]
-    every = torch.ones(got.shape[:2], dtype=torch.bool)
-
-    def comb(sums: Sums) -> Tensor:
-        w = getattr(audit.reference.blocks[layer], half)
-        return ops.hc_pre(X.float(), w.fn, w.base, w.scale, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps, sums)[3]
-
-    want, floor = comb(Sums(0)), Floor()
-    for order in (1, 2, 3):
-        floor.add(comb(Sums(order)), want, VALUES, 2, every)
+    c = audit.config
+    got, want, every, floor, X = _own_weights(audit, layer, half, "comb", phase)
     verdict = judge_values(base, spec_of(point), gate, "isolated", got, want, every, floor)
     trail = sinkhorn_trail(sinkhorn_start(audit, X, layer, half), c.hc_sinkhorn_iters + 3, c.hc_eps)
     due = f"{c.hc_sinkhorn_iters} columns"
@@ -592,11 +623,7 @@ def judge_sinkhorn(audit: Audit, layer: int, phase: str, half: str) -> Verdict:
             reason += f"; nearest to the transpose after {turned}"
         elif step != due:
             reason += f"; nearest to the result after {step}, expected {due}"
-    query = int(valid.nonzero()[verdict.where[1], 1]) if len(verdict.where) > 1 else 0
-    where = [int(valid.nonzero()[verdict.where[1], 0]), query] if len(verdict.where) > 1 else []
-    if "first" in details:
-        details["first"] = [int(i) for i in valid.nonzero()[details["first"][1]]]
-    return _at_step(audit, replace(verdict, reason=reason, details=details, where=where), phase)
+    return _at_queries(audit, replace(verdict, reason=reason, details=details), phase)
 
 
 # ---- text ----

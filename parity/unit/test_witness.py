@@ -64,6 +64,7 @@ def every(audit, layer, phase):
     found = [judge(audit, layer, phase) for judge in (witness.judge_core, witness.judge_sink, witness.judge_masses, witness.judge_visible_rule, witness.judge_slopes)]
     for half in ("hc_attn", "hc_ffn"):
         found += [*witness.judge_mixing(audit, layer, phase, half), witness.judge_sinkhorn(audit, layer, phase, half)]
+        found += [witness.judge_weights(audit, layer, phase, half, name) for name in ("pre", "post")]
     return {(v.gate, v.point.split(".", 2)[2]): v for v in found}
 
 
@@ -278,6 +279,26 @@ def test_mixing_faults_are_named(name, gate, point, checkpoint, models, monkeypa
         assert "nearest to the result after 5 columns" in verdict.reason
 
 
+@pytest.mark.parametrize("name", ["pre", "post"])
+def test_weights_off_by_less_than_a_flip_may_cost_are_seen_on_their_own_streams(name, checkpoint, models, monkeypatch):
+    """0.2 % on one weight of the second half: within what a bf16 step of X may do to it, so the chain cannot say it."""
+
+    def wrap(original):
+        def hc_pre(dev, X, fn, base, scale, pre, post, comb, a, iters, hc_eps, norm_eps, **rest):
+            original(dev, X, fn, base, scale, pre, post, comb, a, iters, hc_eps, norm_eps, **rest)
+            {"pre": pre, "post": post}[name][..., 1].mul_(1.002)
+
+        return hc_pre
+
+    patched(monkeypatch, "hc_pre", wrap)
+    audit = run(checkpoint, models, layers=(0,))
+    for phase in ("prefill", "decode"):
+        verdict = every(audit, 0, phase)["hc.weights", f"hc_ffn.{name}"]
+        assert verdict.state is State.FAIL
+        assert verdict.spent > 20
+        assert len(verdict.where) == 2
+
+
 def test_a_flip_beyond_the_noise_fails_whatever_productions_own_error_is(clean):
     from parity.evaluate import flip_margin, judge_flips
 
@@ -313,5 +334,5 @@ def test_a_text_that_loops_where_the_references_does_not_fails(clean, monkeypatc
 
 
 def test_limits_of_the_witnesses_come_from_the_table():
-    for name in ("core.witness", "sink.sum", "attn.mass", "hc.sums", "sinkhorn.iterations", "residual.slope"):
+    for name in ("core.witness", "sink.sum", "attn.mass", "hc.sums", "hc.weights", "sinkhorn.iterations", "residual.slope"):
         assert gates.GATES[name].why
