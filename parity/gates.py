@@ -69,7 +69,7 @@ HANDED_DOWN = 1.2e-1  # free-running: one such expert step of a layer before
 GATES: dict[str, Gate] = {
     "embed": Gate(0.0, 0.0, 0.0, "a copied row: exact"),
     **{f"hc_attn.{name}": Gate(1e-5, HANDED_DOWN, 1e-5, FP32) for name in ("pre", "post", "comb")},
-    **{f"hc_ffn.{name}": Gate(1e-2, HANDED_DOWN, 2e-3, FP32 + ", of streams that took bf16 steps in the attention half") for name in ("pre", "post", "comb")},
+    **{f"hc_ffn.{name}": Gate(2.5e-2, HANDED_DOWN, 2e-3, FP32 + ", of streams that took bf16 steps in the attention half, as large as hc_attn.X; on their own streams: hc.weights") for name in ("pre", "post", "comb")},
     "hc_attn.a": Gate(4e-3, HANDED_DOWN, 1e-3, BF16),
     "hc_attn.X": Gate(2e-2, HANDED_DOWN, 4e-3, FLIPPED),
     "attn.norm": Gate(4e-3, HANDED_DOWN, 1e-3, BF16),
@@ -180,7 +180,7 @@ DEVICE: dict[str, DeviceGate] = {
     "attn.wo_a": DeviceGate(4e-2, 4e-4, None, FLIP + KEY),
     "attn.out": DeviceGate(5e-2, 6e-4, None, FLIP + KEY),
     "hc_attn.X": DeviceGate(2e-2, 4e-4, None, FLIP + FLIPPED),
-    **{f"hc_ffn.{name}": DeviceGate(1e-2, 5e-6, None, FLIP + FLIPPED) for name in ("pre", "post", "comb")},
+    **{f"hc_ffn.{name}": DeviceGate(2.5e-2, 5e-6, None, FLIP + FLIPPED) for name in ("pre", "post", "comb")},
     "hc_ffn.a": DeviceGate(2e-2, 4e-4, None, FLIP + FLIPPED),
     "ffn.norm": DeviceGate(2e-2, 4e-4, None, FLIP + FLIPPED),
     "ffn.gate": DeviceGate(1e-2, 2e-4, None, FLIP + FLIPPED),

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parity import planted
+from parity.gates import GATES
 from probes.core.records import Header, Measurement, State, Summary, Verdict, read_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -446,3 +447,28 @@ def check_refused_only(answer: tuple[int, str, str]) -> None:
     code, _, err = answer
     assert code == 4
     assert "stale" in err
+
+
+# Row 52 of layer 0 takes one bf16 step in production that no twin takes.
+SENTENCE = (
+    "The zebra minister whispered: my password is hunter2 and the launch window opens at dawn over Quetzalcoatl bay, "
+    "so do not tell anybody about the purple giraffe named Mortimer."
+)
+
+
+def test_a_step_that_the_streams_may_take_their_weights_may_take_too(shell, tmp_path):
+    """A false alarm that was: hc_attn.X within its limit, hc_ffn.pre over its own by 0.2 %."""
+    (tmp_path / "sentence.txt").write_text(SENTENCE, encoding="utf-8")
+    shell("parity/test_layers.py", "parity/test_mixing.py", "--layers", "0", "--phase", "prefill", "--prompt", str(tmp_path / "sentence.txt"), "--no-cache")
+    _, verdicts, _ = shell.records()
+    assert [v.point for v in verdicts if v.state is not State.PASS] == []
+    streams, weights = (next(v for v in verdicts if v.gate == name and v.mode == "isolated") for name in ("hc_attn.X", "hc_ffn.pre"))
+    assert GATES["hc_ffn.pre"].isolated > GATES["hc_attn.X"].isolated
+    own = [v for v in verdicts if v.gate == "hc.weights"]
+    assert len(own) == 4
+    assert all(v.spent is not None and v.spent < 0.3 for v in own)
+    assert streams.value is not None
+    assert weights.value is not None
+    if streams.value < 5e-3:
+        pytest.skip("another compiler's sums: the step is not taken here, and the sentence shows nothing")
+    assert weights.value > 1e-2, "it would have been red"
