@@ -74,6 +74,8 @@ TURNS = ("token_positions", "rope_frequencies", "rope", "store_window", "store_e
 COMPOSED = ("load", "restore", "stored", "chunking", "checked", "rope", "memory")
 # Judged by what must follow from production's own values at the point: wrong there, whatever came in.
 WITNESSED = ("core.witness", "sink.sum", "visible.rule")
+COPIES = "ranks.copies"  # two ranks hold other bits of one tensor: nothing else that is red at that point says more
+SAID_OF_LOGITS = ("logprobs.scale", "logprobs.sum", "logprobs.offset")  # gates that know what was done to all rows alike; the likeliest first
 IN_COMPANY = "alone = in a batch"  # in the point of a check that runs a token with others and alone
 REPLAYED = "self.replayed"  # the gate of steps replayed from a graph beside the same steps launched one by one
 ONLY_REPLAYED = "right launch by launch, wrong when replayed from the graph"
@@ -118,10 +120,15 @@ def first_divergence(records: Sequence[Record], points: Sequence[str], loaded: b
     placed = [(key, v) for v in failed if (key := place(v, order)) is not None]
     if placed:
         key, first = min(placed, key=lambda entry: entry[0])
-        local = True if first.mode in ("isolated", selection.DEVICE_MODE) or first.gate in WITNESSED else _local(verdicts, first, points)
+        if first.gate == COPIES:
+            local = True if first.details.get("agrees") else None
+        else:
+            local = True if first.mode in ("isolated", selection.DEVICE_MODE) or first.gate in WITNESSED else _local(verdicts, first, points)
         step = key[1] if 0 <= key[1] < WHOLE_PHASE else 0 if first.details.get("left_by") == "prefill" and first.phase == "decode" else None
         component, because = cause(first, failed)
-        because = "; ".join(filter(None, [because, said_by_the_other_device(first, verdicts)]))
+        leads, beside, its = said_by_the_policy(first, failed, order)
+        component = its or component
+        because = "; ".join(filter(None, [leads, because, beside, said_by_the_other_device(first, verdicts)]))
         return Divergence(first.layer, first.point, first.phase, step, local, component, because=because)
     others = [v for v in failed if place(v, order) is None]
     if others and loaded:
@@ -133,6 +140,25 @@ def first_divergence(records: Sequence[Record], points: Sequence[str], loaded: b
 
 OTHERWISE_THERE = "the same kernel gives other numbers on the GPU than on the CPU device: the compiler, the order of memory accesses, a race, or a branch for one of them"
 SAME_THERE = "the CPU device gives the GPU's numbers: it is in the kernel's own arithmetic, its weights or its arguments"
+
+
+WRONG_POLICY = "the declared policy is not what it does: "
+DECLARED_POLICY = "declared policy"  # the component, where a rounding of the whole model is declared wrongly
+
+
+def said_by_the_policy(first: Verdict, failed: Sequence[Verdict], order: dict[str, int]) -> tuple[str, str, str]:
+    """Declared roundings that are not done, and others that are: (what stands first, what stands beside, the component or empty).
+
+    They stand first where one of them is off throughout and shows at or before the first divergence: the reference rounds where
+    production does not, and whatever comes behind differs by it. Off at some points only, it is one more thing to know.
+    """
+    red = [v for v in failed if v.gate == "policy" and v.details.get("because")]
+    said = "; ".join(v.details["because"] for v in sorted(red, key=lambda v: v.component != "model"))
+    leading = [v for v in red if v.details.get("throughout") and any(order[point] <= order[first.point] for point in order if _name_of(point) in v.details.get("points", ()))]
+    if not leading:
+        return "", said and f"the policy: {said}", ""
+    whole = any(v.component == "model" for v in leading)
+    return WRONG_POLICY + said, "", DECLARED_POLICY if whole else leading[0].component
 
 
 def said_by_the_other_device(first: Verdict, verdicts: Sequence[Verdict]) -> str:
@@ -202,6 +228,9 @@ def _rank(verdict: Verdict, order: dict[str, int]) -> tuple[int, int, int]:
 def cause(first: Verdict, failed: Sequence[Verdict]) -> tuple[str, str]:
     """The cause class of the first failed gate and the evidence for it, from everything else that failed."""
     own = first.component
+    copies = next((v for v in failed if v.gate == COPIES and (v.point, v.phase) == (first.point, first.phase)), None)
+    if copies is not None:
+        return own, copies.details.get("because", "")
     graph = next((v for v in failed if v.gate == REPLAYED), None)
     if graph is not None and first.phase == "decode":
         return "graph capture", f"{ONLY_REPLAYED}: {graph.reason}"
@@ -232,6 +261,11 @@ def cause(first: Verdict, failed: Sequence[Verdict]) -> tuple[str, str]:
         made_by = [op for op in made_by if own == "rope" and op in TURNS]
     if made_by:
         return _of_operation(made_by[0], own, red)
+    if name == "logits":
+        logits = [v for gate in SAID_OF_LOGITS for v in failed if v.gate == gate and v.details.get("because")]
+        same = [v for v in logits if v.phase == first.phase] or logits
+        if same:
+            return own, f"{same[0].details['because']} ({same[0].gate})"
     if name == "attn.indexer.compressor":
         return "indexer", "the layer's own entries are right, so it is no part that both compressors share"
     return own, first.details.get("because") or (first.reason if first.gate in WITNESSED else "")

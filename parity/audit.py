@@ -264,6 +264,7 @@ class Audit:
     broken: Exception | None = None
     broken_at: TracebackType | None = None
     alone_words = "each layer of production on the reference's input"
+    shows_store = True  # attn.kv and attn.compressor are what its cache holds, and not what goes into it
     _greedy: Greedy | None = None
 
     def __post_init__(self) -> None:

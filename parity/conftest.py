@@ -43,7 +43,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         cases = selection.layer_cases(config, run.layers, run.phases, run.steps)
         metafunc.parametrize("layer_case", cases, ids=[case.id for case in cases])
     if "model_case" in metafunc.fixturenames:
-        cases = selection.model_cases(run.phases, run.steps, alone=bool(run.door))
+        cases = selection.model_cases(run.phases, run.steps, alone=bool(run.door) and run.door != "logits")
+        if run.door == "logits":
+            cases = [case for case in cases if case.point == "logits"]  # nothing else was ever asked of a server
         metafunc.parametrize("model_case", cases, ids=[case.id for case in cases])
     if "state_case" in metafunc.fixturenames:
         states = selection.state_cases(config, run.layers, run.phases, run.steps)

@@ -260,12 +260,28 @@ def judge_spread(audit: LogitsAudit, phase: str, gate: str) -> Verdict:
     eps = GATES[gate].free + cost
     judged = gates.judge(abs(value), floor, eps, K_FREE, len(rows), what)
     because = ""
-    if judged.state is State.FAIL:
-        because = f"a temperature of {1 / (1 + value):.3g} would do that" if gate == "logprobs.scale" and value > -1 else f"probabilities are {math.exp(value):.3g} times the reference's" if gate == "logprobs.offset" else ""
+    if judged.state is State.FAIL and _explains(rows, 1 + value if gate == "logprobs.scale" else 1.0):
+        if gate == "logprobs.offset":
+            because = f"probabilities are {math.exp(value):.3g} times the reference's: the softmax ran over another vocabulary, or again after a filter"
+        elif value > -1:
+            because = f"a temperature of {1 / (1 + value):.3g} would do that"
     return replace(
         _base(gate, what, phase), state=judged.state, reason="; ".join(filter(None, [judged.reason, because])), value=abs(value), limit=judged.limit, spent=judged.spent, floor=floor, k=K_FREE, eps=eps,
         rows=len(rows), details={"signed": value, "because": because, "rounding_costs": cost},
     )  # fmt: skip
+
+
+def _explains(rows: Sequence[Seen], slope: float) -> bool:
+    """Whether the reference's log-probabilities times `slope`, and an offset of each row's own, leave at most half of what is off in the typical
+    row, and of what is there at all: a row of another token has no slope worth a name."""
+    shares = []
+    for one in rows:
+        if len(one.row.ids) > 1:
+            got = one.row.logprobs
+            off = got - slope * one.want
+            after, before, there = (float(x.square().mean().sqrt()) for x in (off - off.mean(), got - one.want, got - got.mean()))
+            shares.append(after / max(min(before, there), 1e-12))
+    return bool(shares) and _median(shares) <= 0.5
 
 
 def judge_sums(audit: LogitsAudit, phase: str) -> Verdict:
@@ -282,12 +298,13 @@ def judge_sums(audit: LogitsAudit, phase: str) -> Verdict:
             wrong.append((one, total, left))
     judged = gates.judge_exact(len(wrong), len(rows), "rows sum to what they cannot")
     base = _base("logprobs.sum", "rows whose probabilities sum wrong", phase)
-    where, reason = [], judged.reason
+    where, reason, because = [], judged.reason, ""
     if wrong:
         one, total, left = wrong[0]
         where = [one.b, one.s]
-        reason += f"; at {where} {plural(len(one.row.ids), 'token')} sum to {total:.6g}, the reference gives {1 - left:.6g} to them: another vocabulary was normalised over"
-    return replace(base, state=judged.state, reason=reason, value=float(len(wrong)), limit=0.0, spent=judged.spent, rows=len(rows), where=where, why="probabilities sum to 1")
+        because = f"at {where} {plural(len(one.row.ids), 'token')} sum to {total:.6g}, the reference gives {1 - left:.6g} to them: another vocabulary was normalised over"
+        reason += f"; {because}"
+    return replace(base, state=judged.state, reason=reason, value=float(len(wrong)), limit=0.0, spent=judged.spent, rows=len(rows), where=where, why="probabilities sum to 1", details={"because": because})
 
 
 def judge_likeliest(audit: LogitsAudit, phase: str) -> Verdict:

@@ -48,6 +48,7 @@ class OutsideAudit(Audit):
     """
 
     alone_words = "each layer of the reference on production's input"
+    shows_store = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -150,9 +150,13 @@ def judge_policy(audit: Audit, name: str) -> Verdict:
     value = (1 - worst.share if declared else worst.share) if worst.values else 0.0
     what = f"{seen.what}: {'declared' if declared else 'not declared'}, and {worst.on} of {plural_values(worst.values)} at {worst.point} lie on the grid; share {'off' if declared else 'on'} it"
     judged = gates.judge_bound("policy.declared" if declared else "policy.undeclared", value, worst.values, what)
+    because, throughout = "", False
+    if judged.state is State.FAIL:
+        because = f"{name} is {'declared' if declared else 'not declared'} and {worst.on} of {plural_values(worst.values)} lie on its grid ({worst.point})"
+        throughout = all((s.share < 0.5) is declared for s in shares)
     return replace(
         base, state=judged.state, reason=judged.reason, value=value, limit=judged.limit, spent=judged.spent, rows=worst.values,
-        details={"declared": declared, "shares": {s.point: [s.on, s.values] for s in shares}},
+        details={"declared": declared, "shares": {s.point: [s.on, s.values] for s in shares}, "points": list(seen.points), "because": because, "throughout": throughout},
     )  # fmt: skip
 
 

@@ -193,23 +193,15 @@ def divergence_words(run: Run) -> Place | None:
     first = run.summary.first_divergence if run.summary else None
     if first is None:
         return None
-    match = next(
-        (
-            (i, v)
-            for i, v in enumerate(run.verdicts)
-            if v.state is State.FAIL and v.point == first.point and v.phase == first.phase and v.layer == first.layer
-            and (first.step is None or first.step == v.worst_step or (v.step_first or 0) <= first.step <= (v.step_last if v.step_last is not None else first.step))
-        ),
-        None,
-    )  # fmt: skip
+    index = words.gate_of(first, run.verdicts)
+    match = None if index is None else run.verdicts[index]
     place = [f"layer {first.layer}" if first.layer is not None else "no layer", heat.short_name(first.point, first.layer)]
     if first.phase:
-        place.append(first.phase + (f" step {first.step}" if first.step is not None else ""))
+        place.append(words.when(first.phase, first.step, match))
     origin = {True: "local: its inputs agree", False: "inherited: its inputs already differ", None: "local or inherited: cannot be told"}
-    index = match[0] if match else None
-    over = words.times(match[1].spent) if match else ""
-    if index in run.waived:
-        over += f" ({waiver_words(run, match[1])})" if match else ""
+    over = words.over(match, first.step) if match else ""
+    if match is not None and index in run.waived:
+        over += f" ({waiver_words(run, match)})"
     checked = f"first of {first.checked} checked, {first.unobserved} unobserved before it" if first.checked or first.unobserved else ""
     return Place(first, ", ".join(place), origin[first.local], first.component or "component unknown", over, checked, index)
 
@@ -237,6 +229,7 @@ class Gate:
     number   the number that spent most of its limit; numbers  the smallest limit it would pass, its limit, the share, floor,
              norm ratio and cosine of the worst row; others  the gate's further numbers, likewise; bar  the share for drawing
     test     the test's id where the page says once how it is run; command  the whole command
+    first    of a red gate, the decode step at which it was first over its limit; more  passes of the same point that it stands for
     """
 
     index: int
@@ -254,6 +247,8 @@ class Gate:
     details: str
     bar: str
     definition: Definition
+    first: str = ""
+    more: int = 0
 
 
 def gate_row(run: Run, index: int) -> Gate:
@@ -279,6 +274,7 @@ def gate_row(run: Run, index: int) -> Gate:
         element=element, note=words.cut(v.reason), waiver=waiver_words(run, v), command=words.cut(words.command(v.test_id, run.header.command)),
         test=shlex.quote(v.test_id) if v.test_id and not words.is_command(v.test_id) and len(v.test_id) < 1000 else "",
         details=words.cut(words.anything(v.details), 600) if v.details else "", definition=definition_of(v),
+        first="" if v.state is not State.FAIL or v.phase != "decode" or words.first_step(v) is None else str(words.first_step(v)),
     )  # fmt: skip
 
 
@@ -446,7 +442,11 @@ def not_shown(run: Run) -> list[str]:
             layers, tests = kinds.get(name, (set(), 0))
             kinds[name] = (layers | ({m.layer} if m.layer is not None else set()), tests + int(words.as_number(m.values.get("tests")) or 0))
     where = {name: f" in {'layer' if len(layers) == 1 else 'layers'} {words.runs(sorted(layers))}" if layers else "" for name, (layers, _) in kinds.items()}
-    shown = [f"production does not show {words.cut(name, 200)}{where[name]}: {words.plural(tests, 'test')} not covered" for name, (_, tests) in list(kinds.items())[:100]]
+    shown = [f"production does not show {words.cut(name, 200)}{where[name]}: {words.plural(tests, 'test')} not covered" for name, (_, tests) in list(kinds.items())[:100] if tests]
+    unasked = [words.cut(name, 60) for name, (_, tests) in kinds.items() if not tests]  # of a server's logits nothing else was ever asked
+    if unasked:
+        few = f"{', '.join(unasked[:3])} and {len(unasked) - 3} other kinds of points" if len(unasked) > 4 else ", ".join(unasked)
+        shown.append(f"production does not show {few}, and no test asked for them")
     return [*shown, "operations, states, memory and loading of this production: only the values that it shows are judged"]
 
 

@@ -203,6 +203,61 @@ def test_a_token_that_differs_in_a_batch_outranks_what_a_wrong_row_is_not():
     assert found(operation("sparse_attn"), company).component == "batching"
 
 
+def declared(name: str, component: str, points: list[str], throughout: bool = True) -> Verdict:
+    because = f"{name} is declared and 0 of 11264 values lie on its grid (attn.norm)"
+    return Verdict("policy", f"policy.{name}", "model", State.FAIL, "m", component=component, details={"points": points, "because": because, "throughout": throughout})
+
+
+BF16, KV = declared("bf16", "model", ["hc_attn.a", "attn.norm"]), declared("kv.e4m3", "KV quant", ["attn.kv"])
+
+
+def test_a_policy_that_is_not_what_production_does_comes_first():
+    q = red("layers.0.attn.q", because="only the rotary dims are off")
+    both = found(q, KV, BF16)
+    assert both.because == (
+        "the declared policy is not what it does: bf16 is declared and 0 of 11264 values lie on its grid (attn.norm); "
+        "kv.e4m3 is declared and 0 of 11264 values lie on its grid (attn.norm); only the rotary dims are off"
+    )
+    assert (both.point, both.component) == ("layers.0.attn.q", "declared policy")
+    kv = found(red("layers.0.attn.kv"), KV)
+    assert kv.because.startswith("the declared policy is not what it does: kv.e4m3 is declared")
+    assert kv.component == "KV quant"
+
+
+def test_a_policy_explains_nothing_before_it_shows_and_nothing_that_is_off_at_one_point_only():
+    q = red("layers.0.attn.q", because="only the rotary dims are off")
+    before = found(q, KV)
+    assert before.because == "only the rotary dims are off; the policy: kv.e4m3 is declared and 0 of 11264 values lie on its grid (attn.norm)"
+    assert before.component == "attention projections"
+    partly = found(q, declared("bf16", "model", ["attn.norm"], throughout=False))
+    assert (partly.because.split(";")[0], partly.component) == ("only the rotary dims are off", "attention projections")
+
+
+def copies(point: str, agrees: str = "layers.0.hc_ffn.X") -> Verdict:
+    return replace(red(point, mode="free", because="rank 0 and rank 1 hold different copies", agrees=agrees), gate="ranks.copies")
+
+
+def test_copies_that_differ_are_named_and_not_inherited():
+    kv = copies("layers.1.attn.kv")
+    right = red("layers.1.attn.kv", state=State.PASS)
+    assert found(kv, right, red("layers.1.attn.core", mode="free")).because == "rank 0 and rank 1 hold different copies"
+    assert (found(kv, right).point, found(kv, right).local, found(kv, right).component) == ("layers.1.attn.kv", True, "KV quant")
+    assert found(copies("layers.1.attn.kv", agrees=""), right).local is None, "no copy before it was compared"
+    assert found(kv, red("layers.1.attn.kv")).because == "rank 0 and rank 1 hold different copies", "the rank whose value was compared is the wrong one"
+    assert found(kv, red("layers.1.attn.q")).because == "", "what comes before has another reason"
+
+
+def test_what_was_done_to_all_logits_alike_is_the_reason():
+    def of(gate: str, phase: str, because: str) -> Verdict:
+        return replace(red("logits", phase, "free", because=because), gate=gate)
+
+    row = of("logprobs", "prefill", "")
+    scale, offset = of("logprobs.scale", "prefill", "a temperature of 0.8 would do that"), of("logprobs.offset", "prefill", "probabilities are 0.8 times")
+    assert found(row, offset, scale).because == "a temperature of 0.8 would do that (logprobs.scale)"
+    assert found(row, offset).because == "probabilities are 0.8 times (logprobs.offset)"
+    assert found(row, of("logprobs.scale", "prefill", "")).because == ""
+
+
 def test_every_operation_of_the_table_exists_and_every_value_has_one():
     assert {op for made in MADE_BY.values() for op in made} <= set(OPERATIONS)
     assert {spec.name for spec in (*LAYER_POINTS, *MODEL_POINTS)} == set(MADE_BY)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import reference
 from parity import logits, selection
+from parity.attribution import first_divergence
 from parity.audit import TWIN_ORDERS, Plan
 from parity.outside import NotExposedError
 from parity.outsider import open_logits
@@ -189,6 +190,15 @@ def test_a_fault_of_every_row_is_red_in_both_phases(tmp_path, fault, gates):
 def test_a_temperature_is_told(tmp_path):
     verdicts, _ = judged(read(tmp_path, plain(warmer(server()))))
     assert "a temperature of 0.9" in verdicts["logprobs.scale", "prefill"][0].reason
+
+
+@pytest.mark.parametrize(("fault", "said"), [(warmer, "a temperature of 0.9"), (over_the_top, "another vocabulary was normalised over"), (shifted, "")], ids=["temperature", "filter", "shifted"])
+def test_the_headline_says_what_was_done_to_every_row_and_nothing_that_explains_none(tmp_path, fault, said):
+    verdicts, _ = judged(read(tmp_path, plain(fault(server()))))
+    found = first_divergence([v for each in verdicts.values() for v in each], ["logits"])
+    assert found is not None
+    assert said in found.because
+    assert bool(found.because) is bool(said)
 
 
 def test_a_vocabulary_that_is_cut_is_red_where_all_of_it_is_given(tmp_path):
@@ -384,6 +394,8 @@ def test_the_door_names_its_coverage_and_its_policy(tmp_path):
     missing = {record["point"] for record in records if record.get("name") == "not covered"}
     assert {"layers.0.attn.core", "layers.3.attn.compressor", "hc_head"} <= missing
     assert not any(record["type"] == "verdict" and record["layer"] is not None for record in records)
+    cells = [(v["gate"], v["phase"], v["step_first"], v["value"]) for v in records if v["type"] == "verdict"]
+    assert len(cells) == len(set(cells)), "a gate is judged once"
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,10 @@ def test_a_rounding_that_is_declared_and_not_done_is_red_and_the_other_way_round
     exact.production.policy = frozenset({"bf16"})
     verdict = policy.judge_policy(exact, "bf16")
     assert verdict.state is State.FAIL
+    worst = min(verdict.details["shares"], key=lambda point: verdict.details["shares"][point][0] / verdict.details["shares"][point][1])
+    on, values = verdict.details["shares"][worst]
+    assert verdict.details["because"] == f"bf16 is declared and {on} of {values} values lie on its grid ({worst})"
+    assert verdict.details["throughout"]
     assert verdict.value is not None
     assert verdict.value > 0.99
 
@@ -64,7 +68,9 @@ def test_one_value_off_a_declared_grid_is_red() -> None:
     shown = audit.passes["production", "prefill", None].passes["prefill", None].chunks["layers.0.attn.kv"]
     shown[0] = shown[0].clone()
     shown[0][0, 3, 5] *= 1.001
-    assert policy.judge_policy(audit, "kv.e4m3").state is State.FAIL
+    verdict = policy.judge_policy(audit, "kv.e4m3")
+    assert verdict.state is State.FAIL
+    assert not verdict.details["throughout"], "one value says nothing of the declaration"
 
 
 def test_a_point_that_is_not_shown_is_not_covered_and_not_passed() -> None:

@@ -208,6 +208,7 @@ def test_an_outside_run_names_its_production_its_coverage_and_what_it_does_other
         dataclasses.replace(header(), production="somebody's engine", inject=None), one,
         Measurement("policy", values={"rounding": "indexer.q.e2m1", "otherwise": said}), Measurement("policy", values={"rounding": "bf16", "otherwise": ""}),
         *(Measurement("not covered", layer=n, point=f"layers.{n}.hc_attn.pre", values={"tests": 12, "first": "a test"}) for n in (0, 1)),
+        *(Measurement("not covered", layer=0, point=f"layers.0.{name}", values={"tests": 0, "first": ""}) for name in ("attn.q", "attn.kv", "attn.core", "attn.o", "ffn.out")),
     ]  # fmt: skip
     records.append(dataclasses.replace(summarise(records, 1.0, None), coverage="partial: 37 of 41 points shown"))
     page = Page(report_html(records)).words
@@ -215,6 +216,8 @@ def test_an_outside_run_names_its_production_its_coverage_and_what_it_does_other
     assert "pass, partial coverage: 37 of 41 points shown:" in page
     assert "nothing that was asked for was left out" not in page
     assert "production does not show hc_attn.pre in layers 0-1: 24 tests not covered" in page
+    assert "production does not show attn.q, attn.kv, attn.core and 2 other kinds of points, and no test asked for them" in page
+    assert page.count("production does not show") == 2
     assert "What this implementation does otherwise than the published one" in page
     assert said in page
     assert "recorded none, so it cannot say which code ran" not in page

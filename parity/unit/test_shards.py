@@ -12,9 +12,10 @@ from parity.outside import NotExposedError
 from parity.ranks import judge_copies
 from probes import capture, diff
 from probes.core.records import State
+from probes.core.trace import Trace
 from probes.core.trace_files import Part, RawPass
-from probes.outside.shards import Checked, IncompleteError, combine
-from probes.outside.trace import open_trace
+from probes.outside.shards import Checked, Finding, IncompleteError, combine
+from probes.outside.trace import Opened, open_trace
 from reference.config import InputError
 
 WHOLE = torch.arange(2 * 3 * 4 * 6.0).reshape(2, 3, 4, 6)
@@ -172,8 +173,24 @@ def test_copies_that_differ_turn_the_gate_red(two_ranks):
     assert verdict.state is State.FAIL
     assert (verdict.point, verdict.layer, verdict.component, verdict.where) == ("layers.0.ffn.norm", 0, "norm", [0, 3, 2])
     assert "1 of 40 elements differ between ranks 0 and 1" in verdict.reason
+    assert verdict.details["because"].startswith("rank 0 and rank 1 hold different copies of layers.0.ffn.norm: 1 of 40 elements differ, first at [0, 3, 2]: ")
+    assert verdict.details["because"].endswith(f"{verdict.want:.6g} on rank 0, {verdict.got:.6g} on rank 1; no copy of an earlier point was compared")
     with pytest.raises(NotExposedError):
         judge_copies(open_trace(directory / "sharded"), "decode")
+
+
+def test_the_first_copy_that_differs_is_so_in_the_dataflow_and_what_agrees_before_it_is_named():
+    def finding(point, step=None):
+        return Finding(point, "prefill", step, 1, 0, 3, 9, (0, 1), 2.0, 1.0)
+
+    names = ["logits", "layers.1.attn.core", "layers.1.attn.kv", "layers.1.attn.q", "layers.0.hc_ffn.X", "embed", "layers.1.mine"]
+    wrong = ("logits", "layers.1.mine", "layers.1.attn.core", "layers.1.attn.kv")
+    checked = Checked(findings=[finding(name) for name in wrong], copies={("prefill", None, name): 1 for name in names})
+    verdict = judge_copies(Opened(Path("t"), Trace([]), checked), "prefill")
+    assert (verdict.point, verdict.component) == ("layers.1.attn.kv", "KV quant")
+    assert verdict.details["because"] == "rank 0 and rank 1 hold different copies of layers.1.attn.kv: 3 of 9 elements differ, first at [0, 1]: 1 on rank 0, 2 on rank 1; copies before it agree, the last of layers.1.attn.q"
+    checked.findings.append(finding("embed"))
+    assert judge_copies(Opened(Path("t"), Trace([]), checked), "prefill").details["agrees"] == ""
 
 
 def test_a_missing_rank_leaves_gaps_and_what_the_others_hold_whole(two_ranks, tmp_path):
