@@ -651,7 +651,7 @@ def judge_top(audit: Audit, phase: str, k: int) -> Verdict:
 
 def judge_degeneration(audit: Audit) -> Verdict:
     """production's greedy text is stuck only where the reference's is, or where the texts parted at a counted near-tie (P6)."""
-    base = Verdict("greedy.degeneration", "logits", "free", State.NOT_RUN, "texts stuck that the reference's is not", phase="decode", component="head", why="a text may degenerate only as the reference's does")
+    base = Verdict("greedy.degeneration", "logits", "free", State.NOT_RUN, "texts stuck in one model only, beyond a near-tie", phase="decode", component="head", why="a text may degenerate only as the reference's does")
     parted = judge_greedy(audit)
     result = audit.finished_greedy
     if parted.state is State.NOT_RUN or result is None:
@@ -660,7 +660,13 @@ def judge_degeneration(audit: Audit) -> Verdict:
     judged_rows = [b for b, (want, _) in enumerate(found) if want["degenerate"] is not None]
     differ = [b for b in judged_rows if found[b][0]["degenerate"] != found[b][1]["degenerate"]]
     explained = [b for b in differ if result.first_difference[b] is not None and parted.state is State.PASS]
-    judged = gates.judge_exact(len(differ) - len(explained), len(judged_rows), "texts degenerate where the reference's does not, or the reverse")
-    said = {str(b): {"reference": want["degenerate"], "production": got["degenerate"]} for b, (want, got) in enumerate(found)}
+    unexplained = len(differ) - len(explained)
+    judged = gates.judge_exact(unexplained, len(judged_rows), "texts degenerate where the reference's does not, or the reverse")
+    excused = [{"row": b, "first_difference": result.first_difference[b], "margin": result.margin[b], "allowed_margin": parted.details["allowed_margin"]} for b in explained]
+    details: dict[str, Any] = {str(b): {"reference": want["degenerate"], "production": got["degenerate"]} for b, (want, got) in enumerate(found)}
+    details |= {"unexplained": unexplained, "excused": excused}
     reason = judged.reason or ("" if judged_rows else "the texts are too short to tell")
-    return replace(base, state=judged.state, reason=reason, value=float(len(differ)), limit=0.0, spent=judged.spent, rows=len(judged_rows), near_ties=len(explained), details=said)
+    if excused:
+        ties = [f"row {one['row']} at token {one['first_difference']}, margin {one['margin']:.3g} of {one['allowed_margin']:.3g} allowed" for one in excused]
+        reason = "; ".join(filter(None, [reason, f"{plural(len(excused), 'text')} stuck in one model only, excused: the models parted at a near-tie ({'; '.join(ties)})"]))
+    return replace(base, state=judged.state, reason=reason, value=float(unexplained), limit=0.0, spent=judged.spent, rows=len(judged_rows), near_ties=len(explained), details=details)
