@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -54,6 +55,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("phase", run.phases)
     if "layer" in metafunc.fixturenames:
         metafunc.parametrize("layer", run.layers, ids=[f"L{layer}" for layer in run.layers])
+    if "compressed_layer" in metafunc.fixturenames:
+        compressed = [layer for layer in run.layers if config.ratio(layer)]
+        metafunc.parametrize("compressed_layer", compressed, ids=[f"L{layer}" for layer in compressed])
+
+
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> list[pytest.Item] | None:
+    """A test of compressed layers is not asked for where only window layers are."""
+    run = collector.config.stash.get(RUN, None)
+    if run is None or run.generic or not name.startswith("test_") or not inspect.isfunction(obj) or "compressed_layer" not in inspect.signature(obj).parameters:
+        return None
+    from reference.config import ModelConfig
+
+    config = ModelConfig.from_dir(run.checkpoint_dir)
+    return None if any(config.ratio(layer) for layer in run.layers) else []
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -167,7 +182,7 @@ def _base(item: pytest.Item) -> Verdict:
             component=spec.component, test_id=item.nodeid,
         )  # fmt: skip
     return Verdict(
-        f"operation.{operation.removeprefix('test_')}", item.name, "operation", State.PASS, "assertions of the test", layer=asked.get("layer"), phase=asked.get("phase"),
+        f"operation.{operation.removeprefix('test_')}", item.name, "operation", State.PASS, "assertions of the test", layer=asked.get("layer", asked.get("compressed_layer")), phase=asked.get("phase"),
         component=_component_of(operation), test_id=item.nodeid,
     )  # fmt: skip
 

@@ -48,6 +48,7 @@ class Cover:
 WINDOW = (Cover("store_window", "positions"), Cover("sparse_attn", "window only"), Cover("sparse_attn", "positions 1048567"))
 CSA_ENTRY = (Cover("compressor", "width 128, after call"), Cover("sparse_attn", "CSA list"))
 HCA_ENTRY = (Cover("compressor", "5 calls"), Cover("sparse_attn", "HCA all"))
+DISCARDS = (Cover("topk", "random"), Cover("topk", "E=262144 k=1024"), Cover("recall", "k=512"))
 # Inputs of these checks reach the mechanism by construction; their own docstrings say how.
 COVERS: dict[str, tuple[Cover, ...]] = {
     "window wraps, prefill": WINDOW,
@@ -58,7 +59,8 @@ COVERS: dict[str, tuple[Cover, ...]] = {
     "HCA entry finished in decode": (Cover("compressor", "border at 128 and at 256"),),
     "open CSA group carried into decode": (Cover("compressor", "which entry a step completes"), Cover("compressor", "decode = prefill")),
     "open HCA group carried into decode": (Cover("compressor", "border at 128 and at 256"),),
-    "indexer discards entries": (Cover("topk", "random"), Cover("topk", "E=262144 k=1024"), Cover("recall", "k=512")),
+    "indexer discards entries, prefill": DISCARDS,
+    "indexer discards entries, decode": DISCARDS,
     "hash-routed layers": (Cover("gate_choose", "hash"), Cover("moe", "hash")),
     "score-routed layers": (Cover("gate_choose", "score"), Cover("moe", "score")),
     "keys split in decode": (Cover("sparse_attn", "2 splits"), Cover("sparse_attn", "7 splits"), Cover("sparse_attn", "splits for")),
@@ -103,7 +105,10 @@ def _counted(audit: Audit, verdicts: Sequence[Verdict]) -> dict[str, tuple[int, 
         carried = sum(int((_completed(audit, layer, "decode") & _opened_before(audit, ratio)).sum()) for layer in of_kind)
         found[f"open {kind.upper()} group carried into decode"] = (carried, f"groups of {ratio} that the prompt began and decode completed")
     csa = [layer for layer in layers if config.kind(layer) == "csa"]
-    found["indexer discards entries"] = (sum(_discarding(audit, layer, phase) for layer in csa for phase in ("prefill", "decode")), "queries that chose fewer entries than were complete")
+    for phase in ("prefill", "decode"):
+        found[f"indexer discards entries, {phase}"] = (
+            sum(_discarding(audit, layer, phase) for layer in csa), "queries that chose fewer entries than were complete: recall over the run is judged on no others",
+        )  # fmt: skip
     routed = [layer for layer in layers if _seen(audit, f"layers.{layer}.ffn.experts", "prefill")]
     found["hash-routed layers"] = (sum(config.is_hash(layer) for layer in routed), "layers whose experts come from tid2eid")
     found["score-routed layers"] = (sum(not config.is_hash(layer) for layer in routed), "layers whose experts come from the gate")

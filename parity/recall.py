@@ -1,7 +1,8 @@
 """Recall of production's selection in one audit: over the run itself, and on long and adversarial key sets.
 
 The same-format oracle (reference, FP32 or FP64 sums) is judged, at 99.7 % of every query's entries, near-ties counting as
-chosen; the exact oracle (nothing rounded) is reported: what is lost against it is the price of the format.
+chosen; the exact oracle (nothing rounded) is reported: what is lost against it is the price of the format. Queries that have no
+more entries than they may choose lose nothing: where the run has no others, the gate is not exercised and gives no verdict.
 Measuring: probes/core/recall.py, probes/recall.py. Tests: parity/unit/test_recall.py.
 """
 
@@ -109,7 +110,7 @@ def near_tie_noise(audit: Audit, mode: str, point: str) -> float:
 
 
 def over_the_run(audit: Audit, exact: ExactRun, layer: int, phase: str) -> RunRecall | None:
-    """Entries that production chose (CSA), or that attention read (other layers: every complete one is due). None: a tap is missing."""
+    """Entries that production chose (CSA), or that attention read (HCA: every complete one is due). None: a tap is missing."""
     audit.ensure(phase)
     span = None if phase == "prefill" else (0, audit.plan.steps - 1)
     expected = 1 if span is None else audit.plan.steps
@@ -122,7 +123,7 @@ def over_the_run(audit: Audit, exact: ExactRun, layer: int, phase: str) -> RunRe
     isolated, free = audit.values("isolated", point, phase, span), audit.values("production", point, phase, span)
     if not chooses:
         W, ratio = audit.config.sliding_window, audit.config.ratio(layer)
-        complete = (position + 1) // ratio if ratio else torch.zeros_like(position)
+        complete = (position + 1) // ratio
         columns = torch.arange(max(1, int(complete.max())))
         due = torch.zeros(*position.shape, len(columns)).masked_fill(columns >= complete[..., None], -torch.inf)
         found = [recall(*queries(side[..., W:], due, valid), len(columns), 0.0) for side in (isolated, free)]
@@ -137,8 +138,12 @@ def over_the_run(audit: Audit, exact: ExactRun, layer: int, phase: str) -> RunRe
     return RunRecall(same[0], same[1], no_format, int(valid.sum()))
 
 
-def judge_run(audit: Audit, exact: ExactRun, layer: int, phase: str) -> tuple[Verdict, list[Measurement]]:
-    """Recall of one layer over one phase, on the reference's own input: the indexer's own loss."""
+def judge_run(audit: Audit, exact: ExactRun, layer: int, phase: str) -> tuple[Verdict | None, list[Measurement]]:
+    """Recall of one layer over one phase, on the reference's own input: the indexer's own loss.
+
+    No verdict where nothing was lost and nothing could be: no query of a CSA layer had more entries than it may choose, no query of
+    an HCA layer had one. What a query may never choose is red all the same.
+    """
     name = "selected" if audit.config.kind(layer) == "csa" else "visible"
     point = f"layers.{layer}.attn.{name}"
     base = Verdict("recall", point, "model", State.NOT_RUN, "1 - recall@k, worst query", layer=layer, phase=phase, component="indexer" if name == "selected" else "visibility mask", local=True)
@@ -146,12 +151,15 @@ def judge_run(audit: Audit, exact: ExactRun, layer: int, phase: str) -> tuple[Ve
     if found is None:
         crash = audit.crash
         return replace(base, reason=f"production stopped in {crash.phase}: {crash.message}" if crash is not None else f"tap {point} did not fire in every pass"), []
+    chooses = name == "selected"
+    counted = found.isolated.discarding if chooses else found.isolated.queries
     if not found.isolated.discarding:
-        base = replace(base, metric="every complete entry is due" if audit.config.ratio(layer) else "no entry exists, none may be read")
-    verdict = judge(base, found.isolated, found.rows)
-    if name != "selected":
+        base = replace(base, metric="every complete entry is due")
+    lost = found.isolated.lost > 0
+    verdict = judge(base, found.isolated, found.rows if lost else counted) if counted or lost else None
+    if not chooses:
         return verdict, []
-    verdict = replace(verdict, details={**verdict.details, "noise": near_tie_noise(audit, "isolated", f"layers.{layer}.attn.indexer.score")})
+    verdict = verdict and replace(verdict, details={**verdict.details, "noise": near_tie_noise(audit, "isolated", f"layers.{layer}.attn.indexer.score")})
     k = audit.config.index_topk
     return verdict, [
         Measurement("recall", layer=layer, phase=phase, point=point, values=_values("the run, isolated", found.isolated, None, keys=None, k=k)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 from parity import gates, planted
 from parity.audit import Floor
 from parity.recall import judge, judge_run, judge_set
+from parity.unit.test_session import Shell
 from probes.core.recall import (
     KINDS,
     best,
@@ -29,12 +31,13 @@ from probes.core.recall import (
     same_format,
     score_noise,
 )
-from probes.core.records import State, Verdict
+from probes.core.records import State, Verdict, read_run
 from probes.recall import select
 from production.launch import open_device
 from production.variants import FAST
 from reference import ops as ref
 from reference.formats import round_bf16, round_e2m1_blocks
+from reports.render import not_checked, split
 
 FREQ = ref.yarn_frequencies(64, 160000.0, 16.0, 65536, 32.0, 1.0)
 NAN, INF = math.nan, math.inf
@@ -120,16 +123,39 @@ def test_the_worst_query_counts_not_the_mean():
     assert judge(BASE, found, 400).state is State.FAIL
 
 
-def lost_in_the_run(gap):
-    """An isolated step that took the fourth best of five entries for the third; the twins' scores agree to 1e-7."""
-    values = {"selected": torch.tensor([[[1, 2, 3]]]), "score": torch.tensor([[[1.0, 3.0, 2.0, 1.0 - gap, -2.0]]])}
+def over_one_step(kind, position=20, **values):
+    """What is said of one decode step of which `values` were recorded; the twins' scores agree to 1e-7."""
     audit: Any = SimpleNamespace(
-        config=SimpleNamespace(kind=lambda _: "csa", index_topk=3), plan=SimpleNamespace(steps=1), crash=None, ensure=lambda _: None, fired=lambda *_: 1,
+        config=SimpleNamespace(kind=lambda _: kind, ratio=lambda _: 8, index_topk=3, sliding_window=2), plan=SimpleNamespace(steps=1), crash=None, ensure=lambda _: None, fired=lambda *_: 1,
         values=lambda _, point, *__: values[point.rpartition(".")[2]], valid_over=lambda *_: torch.ones(1, 1, dtype=torch.bool),
-        positions=lambda *_: torch.tensor([[20]]), floor=lambda *_: Floor(error=1e-7, absolute=1e-7, rows=9, unit=2.0),
+        positions=lambda *_: torch.tensor([[position]]), floor=lambda *_: Floor(error=1e-7, absolute=1e-7, rows=9, unit=2.0),
     )  # fmt: skip
     never: Any = None
-    return judge_run(audit, never, 2, "decode")[0]
+    return judge_run(audit, never, 2, "decode")
+
+
+def lost_in_the_run(gap):
+    """A step that took the fourth best of five entries for the third."""
+    return over_one_step("csa", selected=torch.tensor([[[1, 2, 3]]]), score=torch.tensor([[[1.0, 3.0, 2.0, 1.0 - gap, -2.0]]]))[0]
+
+
+@pytest.mark.parametrize(("complete", "chosen", "state"), [
+    ([1.0, 3.0], [0, 1], None), ([1.0, 3.0, 2.0], [0, 1, 2], None), ([-INF], [-1], None),
+    ([1.0, 3.0], [0, -1], State.FAIL), ([1.0, 3.0, -INF], [0, 1, 2], State.FAIL), ([1.0, 3.0, 2.0, 0.5], [0, 1, 2], State.PASS),
+], ids=["fewer than k", "just k", "none", "one left out", "one that is not complete", "one must be discarded"])  # fmt: skip
+def test_where_no_query_can_lose_an_entry_recall_is_not_passed(complete, chosen, state):
+    verdict, measured = over_one_step("csa", selected=torch.tensor([[chosen]]), score=torch.tensor([[complete]]))
+    assert (None if verdict is None else verdict.state) is state
+    assert [m.values["discarding"] for m in measured] == [int(len(complete) > 3)] * 2, "the report's table shows it all the same"
+    if verdict is not None:
+        assert verdict.rows == 1
+
+
+@pytest.mark.parametrize(("position", "read", "state"), [(20, [0, 1], State.PASS), (20, [0, -1], State.FAIL), (6, [-1, -1], None), (6, [0, -1], State.FAIL)])
+def test_a_layer_without_an_indexer_reads_every_entry_or_has_none_to_judge(position, read, state):
+    verdict, measured = over_one_step("hca", position, visible=torch.tensor([[[5, 6, *read]]]))
+    assert (None if verdict is None else (verdict.state, verdict.metric, verdict.rows)) == (None if state is None else (state, "every complete entry is due", 1))
+    assert measured == []
 
 
 def test_over_the_run_scores_within_their_own_gate_are_near_ties():
@@ -138,6 +164,20 @@ def test_over_the_run_scores_within_their_own_gate_are_near_ties():
     assert (near.state, near.near_ties) == (State.PASS, 1)
     assert near.details["noise"] == pytest.approx(gate.k("isolated") * 1e-7 + gate.isolated * 2.0)
     assert lost_in_the_run(2.5 * near.details["noise"]).state is State.FAIL
+
+
+def test_a_short_prompt_leaves_the_gate_of_the_run_unexercised_and_says_so(tmp_path):
+    """Twelve tokens have three entries of 32 that may be chosen: no verdict, not red, and in the report's list of what was not checked."""
+    shell = Shell(tmp_path)
+    code, out, _ = shell("parity/test_recall.py", "--layers", "0-2", "--phase", "prefill", "--prompt", "short.txt:0:12", "-k", "over_the_run or ties", "-rs", "-v")
+    assert code == 0, out
+    assert re.findall(r"::(test_recall_over_the_run\[.*?\]) (\w+)", out) == [("test_recall_over_the_run[prefill-L2]", "SKIPPED")], "window layers are not asked"
+    assert "not exercised: no query of layer 2 had to leave out an entry" in out
+    _, verdicts, summary = shell.records()
+    assert {v.gate for v in verdicts if "over_the_run" in v.test_id} == set()
+    assert (summary.not_run, summary.failed) == (0, 0)
+    told = [line for line in not_checked(split(read_run(shell.report / "run.jsonl"))) if "discards" in line]
+    assert told == [f"mechanism not exercised: indexer discards entries, {phase} (judged by recall (k=512: 1 check))" for phase in ("prefill", "decode")]
 
 
 # ---- oracles ----
