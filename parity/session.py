@@ -56,8 +56,9 @@ from probes.core.records import (
     Verdict,
     read_run,
     summarise,
+    verdicts,
 )
-from probes.core.wording import plural
+from probes.core.wording import gate_of, over, plural, when
 from probes.outside.logits import Given, read_logits, steps_of
 from reference.checkpoint import Checkpoint
 from reference.config import InputError
@@ -876,7 +877,7 @@ def _closing(run: Run, divergence: Divergence | None, summary: Summary, report: 
     assert run.progress is not None
     cause = [f"production does not run: {' '.join(run.load_crash.split())[:300]}"] if run.load_crash is not None and run.device_reason is None else []
     lines = terminal.closing(
-        run.ledger.records if summary.passed + summary.failed else (), cause, divergence_lines(divergence), [*run.waivers.lines(), *([f"trend: {run.trend}"] if run.trend else [])], terminal.verdict_line(summary, len(run.waivers.used)),
+        run.ledger.records if summary.passed + summary.failed else (), cause, divergence_lines(divergence, run.ledger.records), [*run.waivers.lines(), *([f"trend: {run.trend}"] if run.trend else [])], terminal.verdict_line(summary, len(run.waivers.used)),
         report, run.progress.verbosity, run.progress.width(),
     )  # fmt: skip
     return terminal.coloured(lines, summary.verdict, run.config.get_terminal_writer())
@@ -887,13 +888,17 @@ def _near(path: Path) -> Path:
     return Path(os.path.relpath(path)) if not os.path.relpath(path).startswith("../..") else path
 
 
-def divergence_lines(divergence: Divergence | None) -> list[str]:
+def divergence_lines(divergence: Divergence | None, records: Sequence[Record] = ()) -> list[str]:
     """Where it starts, how sure that is, and how to run that one operation again."""
     if divergence is None:
         return []
-    where = f"{divergence.phase or 'single operation'}" + (f" step {divergence.step}" if divergence.step is not None else "")
+    red = list(verdicts(records))
+    index = gate_of(divergence, red)
+    gate = None if index is None else red[index]
+    where = when(divergence.phase, divergence.step, gate) or "single operation"
+    how_far = "" if gate is None else over(gate, divergence.step)
     local = {True: "local", False: "inherited", None: "local or inherited: cannot be told"}[divergence.local]
-    lines = ["first divergence: " + ", ".join(filter(None, [divergence.point, where, divergence.component, local, strength(divergence)]))]
+    lines = ["first divergence: " + ", ".join(filter(None, [divergence.point, where, how_far, divergence.component, local, strength(divergence)]))]
     if divergence.because:
         lines.append(f"because: {divergence.because}")
     if divergence.replay is not None:

@@ -22,7 +22,7 @@ import pytest
 
 from parity import selection
 from probes.core.records import Record, State, Summary, Verdict, accepted
-from probes.core.wording import plural
+from probes.core.wording import at_step, first_step, plural, when
 
 SPELLED_OUT = 10  # failures that are told in full, by this module and by pytest
 EVERY_SECONDS = 30.0  # of plain lines, unless a tenth of the tests takes longer
@@ -196,9 +196,10 @@ class Progress:
         if self.red == SPELLED_OUT + 1:
             self.line("further red gates are in the report", red=True)
             return
-        step = f" step {verdict.worst_step}" if verdict.worst_step is not None else ""
-        over = f"{share(verdict.spent)} of its limit" if verdict.spent is not None and math.isfinite(verdict.spent) else verdict.reason
-        self.line(f"red: {verdict.point}  {verdict.phase or 'single operation'}{step}  {verdict.mode}  {' '.join(over.split())[:160]}", red=True)
+        first = first_step(verdict) if verdict.phase == "decode" else None
+        step = verdict.worst_step if first is None else first
+        over = at_step(f"{share(verdict.spent)} of its limit", verdict, step) if verdict.spent is not None and math.isfinite(verdict.spent) else verdict.reason
+        self.line(f"red: {verdict.point}  {when(verdict.phase, step, verdict) or 'single operation'}  {verdict.mode}  {' '.join(over.split())[:160]}", red=True)
 
     def status(self) -> str:
         """Tests judged, red, time left, and what a long one is doing."""

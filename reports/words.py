@@ -13,8 +13,15 @@ import re
 import shlex
 from typing import Any
 
+from probes.core.wording import at_step as at_step
 from probes.core.wording import coverage_words as coverage_words
+from probes.core.wording import first_step as first_step
+from probes.core.wording import gate_of as gate_of
+from probes.core.wording import named as named
+from probes.core.wording import over as over
 from probes.core.wording import plural as plural
+from probes.core.wording import times as times
+from probes.core.wording import when as when
 
 DASH = "–"
 # Control characters that neither HTML nor XML 1.0 may carry; a model's text or a file's name can hold any of them.
@@ -91,17 +98,6 @@ def bar(spent: float | None) -> str:
 def number_of(one: dict[str, Any]) -> str:
     """One further number of a gate: `norm ratio off 1 by 0.0031 of 0.1 (3 %)`."""
     return f"{one.get('number')} {number(one.get('smallest_limit'))} of {number(one.get('limit'))} ({share(as_number(one.get('spent')))})"
-
-
-def times(spent: float | None) -> str:
-    """How far over its limit, as a clause."""
-    if spent is None:
-        return "over its limit"
-    if math.isnan(spent):
-        return "not a number where the limit wants one"
-    if math.isinf(spent):
-        return "infinitely far over its limit (any difference is too much)"
-    return f"{spent:.3g} times its limit"
 
 
 def anything(value: Any) -> str:

@@ -22,12 +22,13 @@ from markdown_it import MarkdownIt
 
 from parity import planted
 from parity.gates import OPERATIONS
+from parity.session import divergence_lines
 from parity.unit.synthetic_run import HOSTILE, cut_off, header, large_run, synthetic_run, verdict, wild_run
-from probes.core.records import Coverage, Record, State, Summary, Verdict, summarise, to_line
+from probes.core.records import Coverage, Divergence, Record, State, Summary, Verdict, summarise, to_line
 from reference.points import LAYER_POINTS, MODEL_POINTS
-from reports import ci
+from reports import ci, words
 from reports.annotations import FILES, MOST, Annotation, annotate
-from reports.render import split
+from reports.render import report_html, split
 from reports.summary import job_summary, text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,6 +233,39 @@ def test_every_component_has_a_file_that_exists():
     named |= {tomllib.loads(path.read_text())["component"] for path in planted.FAULTS.glob("*.toml")}
     assert named - {""} == set(FILES)
     assert [file for file in FILES.values() if not (ROOT / file).is_file()] == []
+
+
+# ---- since when, and how far ----
+
+# A gate of steps 1 to 23: first over its limit at step 1, its worst row at step 9. The two have numbers of their own.
+LATER = {"phase": "decode", "step_first": 1, "step_last": 23, "worst_step": 9, "spent": 28.6, "value": 28.6, "limit": 1.0, "local": True, "component": "compressor", "details": {"first_step": 1}}
+
+
+def test_the_first_step_and_the_step_of_the_number_are_told_apart_everywhere():
+    gate = failing(2, point="layers.2.attn.compressor", **LATER)
+    free = dataclasses.replace(gate, mode="free", spent=6.6, local=None)
+    run = [header(), free, gate]
+    first = Divergence(2, gate.point, "decode", 1, True, "compressor", checked=5)
+    run.append(summarise(run, divergence=first))
+    said = "layer 2, attn.compressor, from decode step 1"
+    page = " ".join(re.sub("<[^>]*>", " ", report_html(run)).split())
+    for shown in (annotate(split(run))[0].message, page.partition("First divergence")[2][:300], " ".join(cell for cell in job_summary(split(run)).splitlines() if "First divergence" in cell)):
+        assert said in shown
+        assert "28.6 times its limit at step 9" in shown
+    assert "first wrong step 1 " in page.partition("What failed")[2]
+    assert divergence_lines(first, run)[0] == "first divergence: layers.2.attn.compressor, from decode step 1, 28.6 times its limit at step 9, compressor, local, first of 5 checked, 0 unobserved before it"
+    alone = dataclasses.replace(gate, worst_step=1)  # the worst row is the first wrong one: one step, nothing to tell apart
+    assert ", decode step 1, 28.6 times its limit, compressor" in divergence_lines(first, [alone])[0]
+
+
+def test_the_first_divergence_stands_for_the_gate_that_starts_there():
+    gate = failing(2, point="layers.2.attn.compressor", **LATER)
+    other = dataclasses.replace(gate, details={"first_step": 5})
+    waived = dataclasses.replace(gate, waiver=WAIVER)
+    first = Divergence(2, gate.point, "decode", 1, True, "compressor")
+    assert words.gate_of(first, [other, waived, dataclasses.replace(gate, mode="free"), gate]) == 3
+    assert words.gate_of(first, [other]) == 0
+    assert words.gate_of(first, [dataclasses.replace(gate, layer=3), dataclasses.replace(gate, state=State.PASS)]) is None
 
 
 # ---- command line ----
