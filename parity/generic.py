@@ -122,6 +122,7 @@ class GenericAudit:
     no_floor: str = ""
     broken: str = ""  # the reference stopped: nothing can be judged
     beside: None = None  # no other device
+    named: str = ""  # as --reference names it
     floors: dict[str, Floor] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     decode_tokens: list[list[int]] = field(default_factory=list)
@@ -272,7 +273,7 @@ class GenericAudit:
 
     def measurements(self) -> list[Measurement]:
         floor = self.no_floor or "the reference in FP64"
-        return [Measurement("not applicable", values={"parts": list(NOT_APPLICABLE), "why": "another model stands for the reference", "floor": floor})]
+        return [Measurement("not applicable", values={"parts": list(NOT_APPLICABLE), "why": "another model stands for the reference", "reference": self.named or self.reference.name, "floor": floor})]
 
 
 @dataclass(frozen=True)
@@ -341,10 +342,25 @@ def open_audit(production: str, reference: str, given: Mapping[str, Any], plan: 
         raise
     except BaseException as error:
         print_stack(error)
-        audit = GenericAudit(wanted, _stopped(production, wanted), plan, say)
+        audit = GenericAudit(wanted, _stopped(production, wanted), plan, say, named=reference)
         audit.crash = Crash("load", None, f"--production {production}", told(error), raised=raised_at(error))
         return audit
-    return GenericAudit(wanted, judged, plan, say)
+    _check_two(production, judged, reference, wanted)
+    return GenericAudit(wanted, judged, plan, say, named=reference)
+
+
+def _check_two(production: str, judged: Outside, reference: str, wanted: Outside) -> None:
+    """Two models, not one twice. Two implementations may share their weights. Raises InputError."""
+
+    def storages(model: Outside) -> set[int]:
+        return {p.untyped_storage()._cdata for p in model.root.parameters()} if isinstance(model.root, nn.Module) else set()
+
+    one = "object" if judged.model is wanted.model else "module" if judged.root is wanted.root else ""
+    alike = type(judged.model) is type(wanted.model) and type(judged.root) is type(wanted.root)
+    if not one and alike and storages(judged) and storages(judged) == storages(wanted):
+        one = "set of parameters"
+    if one:
+        raise InputError(f"--production {production} and --reference {reference}: both factories return the same {one}, so anything would pass; next: factories that each build a model of their own")
 
 
 def _stopped(name: str, like: Outside) -> Any:

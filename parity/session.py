@@ -715,7 +715,7 @@ def header(run: Run) -> Header:
         },
         device=run.device, policy=sorted(run.audit.production.policy), phases=list(run.phases), layers=list(run.layers), layers_run=list(run.audit.layers_run),
         prompts=[p.label for p in run.prompts], tokens=[len(p.ids) for p in run.prompts], steps=run.steps, max_context=run.max_context,
-        decode=run.decode, variants=_plan(run), inject=run.fault.id if run.fault else None, notes=notes, fault_score=score.standing(),
+        decode=run.decode, variants=_plan(run), inject=run.fault.id if run.fault else None, notes=notes, fault_score="" if run.outsider is not None else score.standing(),
         production=run.outsider.name if run.outsider is not None else "", waivers=[waiver.terms() for waiver in run.waivers.all], baseline=run.config.getoption("--baseline") or "", reds=run.reds,
     )  # fmt: skip
 

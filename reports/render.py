@@ -59,6 +59,12 @@ SECTIONS = {
     "memory": "memory", "self": "self", "operations": "operations", "others": "other",
     "gates": "gates", "coverage": "coverage", "mechanisms": "mechanisms", "kernels": "kernels", "again": "reproduce", "glossary": "glossary",
 }  # fmt: skip
+# Instruments and lists of a section: where somebody else's production has nothing in any of them, the section is left out.
+FILLED_BY = {
+    "drift": ("drift_charts", "drift"), "residual": ("residual_charts", "growth_charts", "residual", "growth"), "sinkhorn": ("sinkhorn_charts", "sinkhorn"),
+    "visible": ("queries", "undrawn", "visible", "mass", "sink_merge"), "recall": ("recall",), "choices": ("choices",), "logits": ("logits", "logits_charts", "flips", "greedy"),
+    "memory": ("memory", "memory_more"), "self": ("self_parity", "observer"), "operations": ("operations",), "mechanisms": ("mechanisms",), "kernels": ("kernels",),
+}  # fmt: skip
 
 
 # ---- the run as a whole ----
@@ -500,10 +506,10 @@ def first_facts(run: Run) -> Facts:
         code=[
             *([("production", words.cut(header.production, 200))] if header.production else []),
             ("commit", f"{header.commit}, {dirty}" if header.commit else NOT_RECORDED),
-            ("checkpoint", f"{words.cut(header.checkpoint, 200)} {header.checkpoint_hash or f'hash {NOT_RECORDED}'}"),
+            ("reference", other_reference(run)) if other_reference(run) else ("checkpoint", f"{words.cut(header.checkpoint, 200)} {header.checkpoint_hash or f'hash {NOT_RECORDED}'}"),
             *([] if header.production else [("kernels", kernels_words(run)), ("variants", f"{header.variants or NOT_RECORDED}; decode {decode}")]),
             ("rounding", words.cut(", ".join(header.policy), 400) or "no rounding point declared"),
-            ("fault score", words.cut(header.fault_score, 400) or NOT_RECORDED),
+            *([] if header.production else [("fault score", words.cut(header.fault_score, 400) or NOT_RECORDED)]),  # of this project's own production
         ],
         machine=[
             ("GPU", fact("gpu", "capability", other=("none: production ran on the CPU" if header.production else "none: the kernels ran on the CPU device") if cpu else NOT_RECORDED)),
@@ -545,7 +551,7 @@ def report_html(records: list[Record], baseline: list[Record] | None = None) -> 
         style=(PAGE / "style.css").read_text(encoding="utf-8") + (PAGE / "charts.css").read_text(encoding="utf-8"), script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         words=words, run=run, header=run.header, summary=run.summary, outcome=outcome, trend=None if baseline is None else compare.compare(baseline, records),
-        answer=answer_of(run, outcome), facts=first_facts(run), not_recorded=NOT_RECORDED,
+        answer=answer_of(run, outcome), other_reference=other_reference(run), facts=first_facts(run), not_recorded=NOT_RECORDED,
         passed=counts[State.PASS], failed=counts[State.FAIL], not_run=counts[State.NOT_RUN],
         near_ties=sum(v.near_ties for v in run.verdicts),
         divergence=divergence, failures=failures[:20], failures_left_out=max(0, len(failures) - 20),
@@ -559,7 +565,10 @@ def report_html(records: list[Record], baseline: list[Record] | None = None) -> 
         unchecked=not_checked(run), otherwise=otherwise(run), out_of_scope=OUT_OF_SCOPE,
         environment=facts_of(run.header.environment), model=facts_of(run.header.model),
     )  # fmt: skip
-    sections = [(name, title, environment.get_template(f"sections/{name}.html").render(context)) for name, title in SECTIONS.items()]
+    empty = [name for name in FILLED_BY if is_empty(name, context | {"mechanisms": run.mechanisms, "kernels": run.kernels})] if run.header.production else []
+    if empty:
+        context["unchecked"] = [*context["unchecked"], f"left out of this page, as nothing of this production is in it: {', '.join(SECTIONS[name] for name in empty)}"]
+    sections = [(name, title, environment.get_template(f"sections/{name}.html").render(context)) for name, title in SECTIONS.items() if name not in empty]
     return words.printable(environment.get_template("page.html").render(context, sections=[section for section in sections if section[2].strip()]))
 
 
@@ -573,6 +582,16 @@ def _replace(path: Path, content: bytes) -> None:
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
+def is_empty(name: str, context: dict[str, Any]) -> bool:
+    """Whether no instrument of a section has anything to draw."""
+    return not any(getattr(context[key], "rows", context[key]) for key in FILLED_BY[name])
+
+
+def other_reference(run: Run) -> str:
+    """The model that stands for the reference, where it is another one."""
+    return next((words.cut(words.anything(m.values["reference"]), 120) for m in run.measurements if m.name == "not applicable" and m.values.get("reference")), "")
+
+
         raise
 
 

@@ -294,3 +294,11 @@ def test_bad_input_is_one_line(tmp_path, args, said):
     assert done.returncode == 4
     assert said in done.stderr
     assert not (tmp_path / "out").exists()
+    assert f"<h1>Parity: tiny llama against {HERE}:plain</h1>" in page
+    assert "<title>pass: parity</title>" in page
+    assert "FP32 reference</h1>" not in page
+    assert page.count("<dt>fault score</dt>") == 1, "in the glossary only"
+    for gone in ("sinkhorn", "residual", "recall", "memory", "kernels", "mechanisms"):
+        assert f'id="{gone}"' not in page
+        assert f'href="#{gone}"' not in page
+    assert "left out of this page, as nothing of this production is in it: drift, |X|, Sinkhorn" in page

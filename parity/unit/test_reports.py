@@ -27,6 +27,7 @@ from probes.core.records import (
     Header,
     Kernel,
     Measurement,
+    Mechanism,
     Record,
     RecordError,
     State,
@@ -218,6 +219,9 @@ def test_an_outside_run_names_its_production_its_coverage_and_what_it_does_other
     assert "production does not show hc_attn.pre in layers 0-1: 24 tests not covered" in page
     assert "production does not show attn.q, attn.kv, attn.core and 2 other kinds of points, and no test asked for them" in page
     assert "0 tests not covered" not in page
+    assert report_html(records).count("<dt>fault score</dt>") == 1, "in the glossary only: it was measured with this project's own production"
+    assert 'id="mechanisms"' not in report_html(records)
+    assert 'id="mechanisms"' in report_html([*records[:-1], Mechanism("near-ties", 3, "choices", ""), records[-1]])
     assert "What this implementation does otherwise than the published one" in page
     assert said in page
     assert "recorded none, so it cannot say which code ran" not in page
