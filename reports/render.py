@@ -15,7 +15,7 @@ import shlex
 import tempfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,23 @@ def answer_of(run: Run, outcome: Outcome) -> str:
     where = "; it ran on the CPU device, so audit it with --device cuda before it goes on a card" if run.header.device == "cpu" and not run.header.production else ""
     if outcome.waived:
         return f"Ship only if you accept what is waived, none of it later than {max(str((run.verdicts[i].waiver or {}).get('until')) for i in run.waived)}{where}."
+    left_out = not_asked(run.header)
+    if left_out:
+        return f"Not decided for the whole model: {words.listed([part for part, _ in left_out])} {'were' if len(left_out) > 1 or left_out[0][0].startswith('layers') else 'was'} not asked for. Nothing that was checked stands against shipping{where}."
     return f"Nothing that was checked stands against shipping{where}."
+
+
+def not_asked(header: Header) -> list[tuple[str, str]]:
+    """Parts of the model that the selection left out: (what, what came of it). Layers that later ones need are run all the same."""
+    out = [(phase, "not asked for") for phase in heat.PHASES if phase not in header.phases]
+    total, kinds = header.model.get("layers"), header.model.get("kinds")
+    every = set(range(total)) if isinstance(total, int) and not isinstance(total, bool) else set()
+    for layers, said in ((set(header.layers_run) - set(header.layers), "run, because later layers need them, but not judged"), (every - set(header.layers_run) - set(header.layers), "not asked for, not run")):
+        if layers:
+            whole = [kind for kind in dict.fromkeys(kinds) if {i for i, one in enumerate(kinds) if one == kind} <= layers] if isinstance(kinds, list) and len(kinds) == total else []
+            among = f"; every {words.listed([words.anything(kind) for kind in whole])} layer among them" if whole and len(whole) < len(set(kinds or ())) else ""
+            out.append((f"{'layer' if len(layers) == 1 else 'layers'} {words.runs(sorted(layers))}", said + among))
+    return out
 
 
 @dataclass(frozen=True)
@@ -411,13 +427,8 @@ def coverage_rows(run: Run) -> list[CoverageRow]:
 
 def not_checked(run: Run) -> list[str]:
     """What this run says nothing about, from its own records."""
-    header, out = run.header, []
-    for phase in heat.PHASES:
-        if phase not in header.phases:
-            out.append(f"{phase}: not asked for")
-    unjudged = sorted(set(header.layers_run) - set(header.layers))
-    if unjudged:
-        out.append(f"layers {words.runs(unjudged)}: run, because later layers need them, but not judged")
+    header = run.header
+    out = [f"{part}: {said}" for part, said in not_asked(header)]
     if run.kernels and all(k.arch.startswith("cpu") for k in run.kernels):
         out.append("a GPU: the kernels ran on the CPU device, which shows their arithmetic, not their behaviour or speed on a card")
     if header.production:
@@ -545,7 +556,6 @@ def report_html(records: list[Record], baseline: list[Record] | None = None) -> 
     macros = environment.get_template("macros.html").make_module({"words": words, "numbered": numbered})
     shown = [row.groups for block in [*blocks] for row in block.rows] + [row.groups for row in model_rows]
     rows = gate_rows(run, lambda gate: str(macros.gate_line(gate)), {cell.target for groups in shown for group in groups for cell in group if cell.target is not None})  # type: ignore[attr-defined]
-    passing = sorted(((i, v) for i, v in enumerate(run.verdicts) if v.state is State.PASS and v.spent is not None), key=lambda p: heat.badness(p[1]))
     missing = [c for c in run.coverage if c.observed < c.expected]
     context = dict(
         style=(PAGE / "style.css").read_text(encoding="utf-8") + (PAGE / "charts.css").read_text(encoding="utf-8"), script=script,
@@ -561,7 +571,7 @@ def report_html(records: list[Record], baseline: list[Record] | None = None) -> 
         **instruments.sections(run.measurements, run.header),
         operations=operations_table(run), rows=rows, kinds=kinds[:DEFINITIONS], kinds_left_out=max(0, len(kinds) - DEFINITIONS), numbered=numbered,
         modes=sorted({v.mode for v in run.verdicts}), gate_layers=sorted({v.layer for v in run.verdicts if v.layer is not None}), options=words.options(run.header.command),
-        closest=[gate_row(run, i) for i, _ in reversed(passing[-10:])],
+        closest=[replace(gate_row(run, i), more=more) for i, more in words.closest(run.verdicts)],
         unchecked=not_checked(run), otherwise=otherwise(run), out_of_scope=OUT_OF_SCOPE,
         environment=facts_of(run.header.environment), model=facts_of(run.header.model),
     )  # fmt: skip
@@ -570,6 +580,16 @@ def report_html(records: list[Record], baseline: list[Record] | None = None) -> 
         context["unchecked"] = [*context["unchecked"], f"left out of this page, as nothing of this production is in it: {', '.join(SECTIONS[name] for name in empty)}"]
     sections = [(name, title, environment.get_template(f"sections/{name}.html").render(context)) for name, title in SECTIONS.items() if name not in empty]
     return words.printable(environment.get_template("page.html").render(context, sections=[section for section in sections if section[2].strip()]))
+
+
+def is_empty(name: str, context: dict[str, Any]) -> bool:
+    """Whether no instrument of a section has anything to draw."""
+    return not any(getattr(context[key], "rows", context[key]) for key in FILLED_BY[name])
+
+
+def other_reference(run: Run) -> str:
+    """The model that stands for the reference, where it is another one."""
+    return next((words.cut(words.anything(m.values["reference"]), 120) for m in run.measurements if m.name == "not applicable" and m.values.get("reference")), "")
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -582,16 +602,6 @@ def _replace(path: Path, content: bytes) -> None:
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
-def is_empty(name: str, context: dict[str, Any]) -> bool:
-    """Whether no instrument of a section has anything to draw."""
-    return not any(getattr(context[key], "rows", context[key]) for key in FILLED_BY[name])
-
-
-def other_reference(run: Run) -> str:
-    """The model that stands for the reference, where it is another one."""
-    return next((words.cut(words.anything(m.values["reference"]), 120) for m in run.measurements if m.name == "not applicable" and m.values.get("reference")), "")
-
-
         raise
 
 
