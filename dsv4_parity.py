@@ -48,10 +48,14 @@ def clash() -> str:
     """What is imported instead of a package of this distribution, in one line; empty where nothing is."""
     for name in TAKEN:
         spec = importlib.util.find_spec(name)
-        found = Path(spec.origin).resolve().parent if spec is not None and spec.origin is not None else None
-        if found != HERE / name:
+        found, bare = [], ""
+        if spec is not None and spec.origin is not None:
+            found = [Path(spec.origin).resolve().parent]
+        elif spec is not None:  # folders without __init__.py: one that is on sys.path comes before an editable install
+            found, bare = [Path(folder).resolve() for folder in spec.submodule_search_locations or ()], " (no __init__.py)"
+        if found != [HERE / name] or bare:
             return (
-                f"--parity: `import {name}` finds {found or 'nothing'}, expected {HERE / name}; "
+                f"--parity: `import {name}` finds {', '.join(map(str, found)) + bare if found else 'nothing'}, expected {HERE / name}; "
                 f"the names {', '.join(TAKEN)} are taken by dsv4-parity; next: rename yours, or run from another directory"
             )
     return ""

@@ -72,7 +72,8 @@ FAULT_STEPS = 24  # the fault profile: from 250 tokens on, groups of 4 end and 2
 PROFILES = ("full", "faults")
 DEFAULT_MAX_CONTEXT = 8192
 PARITY = ROOT / "parity"
-RUNS = Path("reports") / "runs"  # below home()
+RUNS = Path("reports") / "runs"  # below the source tree
+RUNS_ELSEWHERE = Path("parity-reports")  # below another repository: no name that `import` could find instead of a package
 DEVICES = ("cpu", "cuda")
 DECODING = ("eager", "replay")  # as production.graph
 PLANS = ("portable", "fast")  # as production.variants
@@ -95,7 +96,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--variants", default=None, metavar="portable|fast", help="kernel variants that production runs (default: fast on sm_90a, else portable)")
     outsider.add_options(group)
     group.addoption("--max-context", default=str(DEFAULT_MAX_CONTEXT), metavar="N", help="tokens the KV cache holds (default: 8192)")
-    group.addoption("--report", default=None, metavar="DIR", help="where run.jsonl, report.html and junit.xml go (default: reports/runs/<date>-<commit>)")
+    group.addoption("--report", default=None, metavar="DIR", help="where run.jsonl, report.html and junit.xml go (default: reports/runs/<date>-<commit>; with --parity in another repository parity-reports/<date>-<commit>)")
     group.addoption("--no-cache", action="store_true", help="compute the reference and its twins even if an earlier run left them in ~/.cache/dsv4-parity/reference (DSV4_PARITY_CACHE moves it)")
     group.addoption("--baseline", default=None, metavar="RUN.jsonl", help="an earlier run, or its folder: the report and the last lines say what differs from it; the verdict stays as it is")
     group.addoption("--waivers", default=None, metavar="FILE.toml", help="known deviations that are accepted, each with a reason, a name and an end date (parity/waivers.py)")
@@ -379,7 +380,7 @@ def _baseline(path: Path) -> list[Record]:
 def _report_dir(given: str | None, config: pytest.Config) -> Path:
     if given is None:
         stamp = datetime.datetime.now().strftime("%Y-%m-%dT%H%M%S")
-        first = path = home(config) / RUNS / f"{stamp}-{git_commit(home(config))[0] or 'nogit'}"
+        first = path = home(config) / (RUNS_ELSEWHERE if is_elsewhere(config) else RUNS) / f"{stamp}-{git_commit(home(config))[0] or 'nogit'}"
         number = 1
         while path.exists():
             number += 1
@@ -444,6 +445,8 @@ def collected(config: pytest.Config, items: list[pytest.Item]) -> None:
         items.sort(key=_turn)
     try:
         run.report_dir.mkdir(parents=True, exist_ok=True)
+        if is_elsewhere(config) and run.report_dir.parent == home(config) / RUNS_ELSEWHERE:
+            _kept_out_of_git(run.report_dir.parent)
         for name in FILES:
             (run.report_dir / name).unlink(missing_ok=True)
         run.ledger = Ledger(run.report_dir / "run.jsonl")
@@ -452,6 +455,12 @@ def collected(config: pytest.Config, items: list[pytest.Item]) -> None:
     run.record(header(run))
     for verdict in run.uncollected:
         run.record(verdict)
+
+
+def _kept_out_of_git(folder: Path) -> None:
+    """As pytest's own cache does: a folder of reports makes nobody's working tree dirty."""
+    with contextlib.suppress(FileExistsError), (folder / ".gitignore").open("x", encoding="utf-8") as file:
+        file.write("# made by dsv4-parity\n*\n")
 
 
 def _turn(item: pytest.Item) -> int:
@@ -788,8 +797,13 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
             assert run.outsider is not None
             run.outsider.not_covered.tests.setdefault(point, [])
     else:
+        found = [*facts]
+        sources: list[Callable[[], Sequence[Record]]] = [
+            lambda: measurements(run.audit), lambda: device_witness.measurements(run.audit), lambda: run.audit.cache_facts(), lambda: graphs(run.audit), lambda: mechanisms(run.audit, ledger.records), lambda: kernels(run),
+        ]  # fmt: skip
         with run.audit.lenient() if isinstance(run.audit, OutsideAudit) else contextlib.nullcontext():
-            found = [*facts, *measurements(run.audit), *device_witness.measurements(run.audit), *run.audit.cache_facts(), *graphs(run.audit), *mechanisms(run.audit, ledger.records), *kernels(run)]
+            for source in sources:
+                found += measured_or_told(run, source)
             if run.outsider is not None:
                 found += said_by_production(run)
     if run.outsider is not None:
@@ -805,6 +819,9 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     if run.outsider is not None and isinstance(run.audit, OutsideAudit):
         summary = replace(summary, coverage=run.outsider.words(run.audit, run.absent))
     too_little = _too_little(run)
+    beside = [*(outsider.unusable(run.audit) if isinstance(run.audit, OutsideAudit) else []), *outsider.over_and_not_judged(ledger.records)]
+    if beside:
+        summary = replace(summary, reasons=[*beside, *summary.reasons], verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
     if narrowed:
         summary = replace(summary, reasons=[*summary.reasons, narrowed], verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
     else:
@@ -822,7 +839,7 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
         report = f"not drawn: {type(error).__name__}: {' '.join(str(error).split())[:200]}; next: python -m reports {_near(ledger.path)}"
     config.add_cleanup(lambda: print("\n".join(_closing(run, divergence, summary, report)), flush=True))  # below pytest's own last line
     if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
-        clean = summary.verdict == "pass" or (bool(narrowed) and not too_little and exitstatus == 0 and summary.verdict != "fail" and not summary.not_run)
+        clean = summary.verdict == "pass" or (bool(narrowed) and not too_little and not beside and exitstatus == 0 and summary.verdict != "fail" and not summary.not_run)
         session.exitstatus = pytest.ExitCode.OK if clean and drawn else pytest.ExitCode.TESTS_FAILED
 
 
@@ -835,6 +852,15 @@ def _too_little(run: Run) -> str:
     else:
         return ""
     return f"{math.floor(10 * shown) / 10:g} % of the asked points are shown, --least-coverage asks for {run.least_coverage} %" if shown < run.least_coverage else ""
+
+
+def measured_or_told(run: Run, source: Callable[[], Sequence[Record]]) -> Sequence[Record]:
+    """Records of one kind; where making them stops, that, as a gate that was not run: a value that nobody expected costs no report."""
+    try:
+        return source()
+    except Exception as error:
+        told, at = foreign.told(error, run.redactor is not None), foreign.raised_at(error)
+        return [Verdict("run", "run", "model", State.NOT_RUN, "measurements finished", reason=f"a measurement stopped: {told}" + (f" (raised at {at})" if at else ""))]
 
 
 def said_by_production(run: Run) -> list[Record]:

@@ -10,7 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,21 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
+@pytest.fixture(scope="module")
+def editable(site: Path) -> Path:
+    """The Python of a virtual environment with the project installed by `pip install -e`: a finder, which comes after sys.path."""
+    source, home = site.with_name("source"), site.with_name("venv")
+    venv.create(home, symlinks=True, with_pip=False)
+    python = home / "bin" / "python"
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "-e", str(source)]
+    (library,) = (home / "lib").glob("python*/site-packages")
+    (library / "theirs.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # torch, pytest, setuptools; its own .pth files are not read
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(library.glob("__editable__*finder.py")), "no finder: this shows nothing"
+    return python
+
+
 class Elsewhere:
     """Another repository, with a commit of its own."""
 
@@ -89,7 +106,7 @@ class Elsewhere:
         (directory / "pyproject.toml").write_text(OWN_INI)
         (directory / "conftest.py").write_text(OWN_CONFTEST)
         (directory / "tests" / "own_spec.py").write_text(OWN_TEST)
-        (directory / ".gitignore").write_text("__pycache__/\nreports/\n.pytest_cache/\ntampered\n")
+        (directory / ".gitignore").write_text("__pycache__/\n.pytest_cache/\ntampered\n")
         for words in (("init", "-q"), ("add", "-A"), ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first")):
             subprocess.run(["git", *words], cwd=directory, check=True, capture_output=True)
 
@@ -97,18 +114,18 @@ class Elsewhere:
     def commit(self) -> str:
         return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=self.directory, check=True, capture_output=True, text=True).stdout.strip()
 
-    def __call__(self, *arguments: str, program: tuple[str, ...] = ("-P", "-m", "pytest"), site: Path | None = None) -> tuple[int, str]:
+    def __call__(self, *arguments: str, program: tuple[str, ...] = ("-P", "-m", "pytest"), site: Path | None = None, python: Path | None = None) -> tuple[int, str]:
         """Exit code and output. -P: as the program `pytest`, which does not put the current directory on the path."""
-        environment = os.environ | {"PYTHONPATH": str(site or self.site), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = os.environ | {"PYTHONPATH": "" if python else str(site or self.site), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST", "PYTEST_PLUGINS"):
             environment.pop(name, None)
-        done = subprocess.run([sys.executable, *program, *arguments], cwd=self.directory, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run([str(python or sys.executable), *program, *arguments], cwd=self.directory, env=environment, capture_output=True, text=True, timeout=300)
         assert "INTERNALERROR" not in done.stdout + done.stderr, done.stdout + done.stderr
         return done.returncode, done.stdout + done.stderr
 
     def run(self) -> tuple[Path, Header, list[Verdict], Summary]:
         """The one run that was written, where it belongs."""
-        (file,) = (self.directory / "reports" / "runs").glob("*/run.jsonl")
+        (file,) = (self.directory / "parity-reports").glob("*/run.jsonl")
         records = read_run(file)
         header, summary = records[0], records[-1]
         assert isinstance(header, Header)
@@ -137,7 +154,7 @@ def test_a_repository_that_does_not_ask_runs_its_own_tests_as_ever(elsewhere):
     assert code == 0, out
     assert "1 passed" in out
     assert "dsv4-parity-" in out
-    assert not (elsewhere.directory / "reports").exists()
+    assert not (elsewhere.directory / "parity-reports").exists()
 
 
 def test_the_entry_point_costs_nothing_while_it_is_off(elsewhere):
@@ -194,7 +211,7 @@ def test_bad_input_is_exit_4_and_writes_nothing(elsewhere, arguments, told):
     code, out = elsewhere(*arguments)
     assert code == 4, out
     assert told in out
-    assert not (elsewhere.directory / "reports").exists()
+    assert not (elsewhere.directory / "parity-reports").exists()
 
 
 def test_a_name_that_is_taken_is_told_in_one_line(elsewhere):
@@ -206,6 +223,36 @@ def test_a_name_that_is_taken_is_told_in_one_line(elsewhere):
     assert line.startswith(f"ERROR: --parity: `import reports` finds {elsewhere.directory / 'reports'}, expected {elsewhere.site / 'reports'}; ")
     code, out = elsewhere(program=("-m", "pytest"))
     assert code == 0, out
+
+
+@pytest.mark.parametrize("program", [("-m", "pytest"), ("-P", "-m", "pytest")], ids=["python -m pytest", "pytest"])
+def test_a_folder_that_hides_a_package_of_an_editable_install_is_named(program, elsewhere, editable):
+    """Python takes a folder without __init__.py on sys.path for a package before it asks an editable install's finder."""
+    (elsewhere.directory / "probes").mkdir()
+    code, out = elsewhere("--parity", *SMALL, "--collect-only", "-q", program=program, python=editable)
+    if program[0] == "-P":
+        assert code == 0, out
+        return
+    assert code == 4, out
+    (line,) = filter(None, out.splitlines())
+    source = elsewhere.site.with_name("source")
+    assert line.startswith(f"ERROR: --parity: `import probes` finds {elsewhere.directory / 'probes'} (no __init__.py), expected {source / 'probes'}; ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [("-m", "pytest"), ("-P", "-m", "pytest")], ids=["python -m pytest", "pytest"])
+def test_it_runs_twice_in_a_row_from_an_editable_install(program, elsewhere, editable):
+    """What the first run leaves behind hides no package from the second, and leaves the working tree as it was."""
+    for number in (1, 2):
+        code, out = elsewhere("--parity", *SMALL, *POINTS, program=program, python=editable)
+        assert code == 0, out
+        files = sorted((elsewhere.directory / "parity-reports").glob("*/run.jsonl"))
+        assert len(files) == number
+        header, *_, summary = read_run(files[-1])
+        assert isinstance(header, Header)
+        assert isinstance(summary, Summary)
+        assert (summary.passed > 10, summary.failed, summary.not_run, header.dirty) == (True, 0, 0, False)
+    assert not (elsewhere.directory / "reports").exists()
 
 
 def test_it_is_collected_from_a_virtual_environment_inside_beside_folders_of_the_same_names(elsewhere, site):
