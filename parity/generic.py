@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parity import evaluate
 from parity.attribution import first_divergence
 from parity.audit import Crash, Floor
 from parity.evaluate import judge_values, with_step
@@ -121,8 +122,8 @@ class GenericAudit:
     stopped: str = ""
     no_floor: str = ""
     broken: str = ""  # the reference stopped: nothing can be judged
-    beside: None = None  # no other device
     named: str = ""  # as --reference names it
+    beside: None = None  # no other device
     floors: dict[str, Floor] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     decode_tokens: list[list[int]] = field(default_factory=list)
@@ -314,8 +315,37 @@ def judge(audit: GenericAudit, case: GenericCase) -> Verdict:
     got, want = (audit.values(who, case.point, case.phase, case.steps) for who in ("production", "reference"))
     passes: list[tuple[str, int | None]] = [("prefill", None)] if case.steps is None else [("decode", step) for step in range(case.steps[0], case.steps[1] + 1)]
     spec = PointSpec(name, "", VALUES, max(1, want.dim() - 2), base.component, "")
-    verdict = judge_values(base, spec, audit.gate, "free", got, want, audit.valid_over(case.phase, case.steps), audit.floor("free", case.point), passes)
+    valid = audit.valid_over(case.phase, case.steps)
+    if said := nothing_said(case.point, got, want, valid):
+        return replace(base, reason=said)
+    verdict = judge_values(base, spec, audit.gate, "free", got, want, valid, audit.floor("free", case.point), passes)
     return with_step(verdict, Case(case.phase, case.point, "free", base.layer, case.steps))
+
+
+def nothing_said(point: str, got: Tensor, want: Tensor, valid: Tensor) -> str:
+    """Why equal values would say nothing: both models are zero at every element, or no token is likelier than another. Empty: they say something."""
+    got, want = got[valid], want[valid]
+    if got.shape != want.shape or not want.numel():
+        return ""
+    if not bool(got.any()) and not bool(want.any()):
+        return f"{point} is zero everywhere in both models: nothing was compared"
+    if point == "logits" and bool((got == got[..., :1]).all()) and bool((want == want[..., :1]).all()):
+        return "logits are the same for every token, in both models: nothing was compared"
+    return ""
+
+
+def judge_flips(audit: GenericAudit, phase: str) -> Verdict:
+    """As of any model, but where no token is likelier than another."""
+    audit.ensure(phase)
+    steps = None if phase == "prefill" else (0, audit.plan.steps - 1)
+    seen: Any = audit  # it has what this gate reads
+    verdict = evaluate.judge_flips(seen, phase)
+    if verdict.state is not State.PASS:
+        return verdict
+    got, want = (audit.values(who, "logits", phase, steps) for who in ("production", "reference"))
+    if said := nothing_said("logits", got, want, audit.valid_over(phase, steps)):
+        return replace(verdict, state=State.NOT_RUN, rows=0, value=None, spent=None, reason=said)
+    return verdict
 
 
 def divergence_of(audit: GenericAudit, records: Sequence[Record]) -> Divergence | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from parity import evaluate, generic
+from parity import generic
 from probes.core.records import State, Verdict
 
 
@@ -28,4 +28,4 @@ def test_generic_point(generic_case, audit, record):
 
 def test_most_likely_token(phase, audit, record):
     """The most likely token differs only where the reference's margin is below what noise can turn."""
-    record(evaluate.judge_flips(audit, phase))
+    record(generic.judge_flips(audit, phase))

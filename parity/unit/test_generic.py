@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from parity import evaluate, generic
+from parity import generic
 from probes.core.records import State, Verdict
 from reference.config import InputError
 
@@ -75,6 +75,36 @@ def narrow() -> Llama:
     return Llama(torch.bfloat16)
 
 
+ONE: list[Llama] = []
+
+
+def one() -> Llama:
+    """The same object each time."""
+    if not ONE:
+        ONE.append(Llama())
+    return ONE[0]
+
+
+def same_weights() -> Llama:
+    model = Llama()
+    for mine, its in zip(model.root.parameters(), one().root.parameters(), strict=True):
+        mine.data = its.data
+    return model
+
+
+def headless() -> Llama:
+    model = Llama()
+    torch.nn.init.zeros_(model.root.lm_head.weight)
+    return model
+
+
+class Level(Llama):
+    """Every token is as likely as another."""
+
+    def prefill(self, tokens: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return torch.ones_like(super().prefill(tokens, state))
+
+
 def stops() -> Llama:
     model = Llama()
 
@@ -113,6 +143,20 @@ class Adapter:
         self.engine = Engine()
         self.root = self.engine.llama.root
         self.new_state, self.prefill, self.decode = self.engine.llama.new_state, self.engine.llama.prefill, self.engine.llama.decode
+
+
+def same_module() -> Adapter:
+    """Another adapter around it."""
+    model = Adapter()
+    model.root = one().root
+    return model
+
+
+def another_kind() -> Llama:
+    """Another implementation of the same weights: a pair that is worth comparing."""
+    model = same_weights()
+    model.__class__ = Holding
+    return model
 
 
 class Pinned(Adapter):
@@ -155,8 +199,7 @@ HERE = "parity.unit.test_generic"
 def audited(production: str, reference: str = "plain", layers: tuple[int, ...] | None = None) -> tuple[generic.GenericAudit, list[Verdict]]:
     plan = generic.GenericPlan([PROMPT], [(3, 4, 5)], ("prefill", "decode"), STEPS, 128)
     audit = generic.open_audit(f"{HERE}:{production}", f"{HERE}:{reference}", {"device": "cpu"}, plan, layers, lambda line: None)
-    seen: Any = audit
-    verdicts = [generic.judge(audit, case) for case in generic.cases(audit)] + [evaluate.judge_flips(seen, phase) for phase in plan.phases]
+    verdicts = [generic.judge(audit, case) for case in generic.cases(audit)] + [generic.judge_flips(audit, phase) for phase in plan.phases]
     return audit, verdicts
 
 
@@ -207,7 +250,7 @@ def test_without_a_copy_in_fp64_there_is_no_floor_and_that_is_said(monkeypatch):
     assert {v.floor for v in verdicts if v.gate == "generic"} == {0.0}
     assert red(verdicts, "prefill")[0] == "layers.2.mlp"
     (said,) = audit.measurements()
-    assert said.values == {"parts": ["mHC", "indexer", "compressor"], "why": "another model stands for the reference", "floor": audit.no_floor}
+    assert said.values == {"parts": ["mHC", "indexer", "compressor"], "why": "another model stands for the reference", "reference": f"{HERE}:plain", "floor": audit.no_floor}
 
 
 def test_a_production_that_stops_is_not_run_and_never_a_pass():
@@ -243,6 +286,27 @@ def test_tables_without_a_common_point_are_refused(monkeypatch):
         audited("plain")
 
 
+@pytest.mark.parametrize(("production", "reference", "what"), [("one", "one", "object"), ("same_module", "one", "module"), ("same_weights", "one", "set of parameters")])
+def test_a_model_against_itself_is_refused(production, reference, what):
+    with pytest.raises(InputError, match=f"both factories return the same {what}, so anything would pass"):
+        audited(production, reference)
+
+
+def test_two_implementations_may_share_their_weights():
+    _, verdicts = audited("another_kind", "one")
+    assert {v.state for v in verdicts} == {State.PASS}
+
+
+@pytest.mark.parametrize(("name", "said"), [("headless", "logits is zero everywhere in both models: nothing was compared"), ("Level", "logits are the same for every token, in both models: nothing was compared")])
+def test_constants_are_not_run_and_never_a_pass(name, said):
+    _, verdicts = audited(name, name)
+    of_logits = [v for v in verdicts if v.point == "logits"]
+    assert {(v.gate, v.state, v.reason) for v in of_logits} == {(gate, State.NOT_RUN, said) for gate in ("generic", "logits.top1")}
+    assert {v.state for v in verdicts if v.point != "logits"} == {State.PASS}
+    _, verdicts = audited("plain", name)
+    assert {v.state for v in verdicts if v.point == "logits" and v.gate == "generic"} == {State.FAIL}
+
+
 def test_layers_are_those_that_the_table_finds_or_those_that_are_asked_for():
     assert audited("plain")[0].layers == (0, 1, 2, 3)
     assert audited("plain", layers=(1, 2))[0].layers == (1, 2)
@@ -271,6 +335,14 @@ def test_the_door_needs_no_checkpoint_and_names_its_coverage(tmp_path):
     assert "not applicable: mHC, indexer, compressor" in header["notes"]
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "final_norm" in page
+    assert f"<h1>Parity: tiny llama against {HERE}:plain</h1>" in page
+    assert "<title>pass: parity</title>" in page
+    assert "FP32 reference</h1>" not in page
+    assert page.count("<dt>fault score</dt>") == 1, "in the glossary only"
+    for gone in ("sinkhorn", "residual", "recall", "memory", "kernels", "mechanisms"):
+        assert f'id="{gone}"' not in page
+        assert f'href="#{gone}"' not in page
+    assert "left out of this page, as nothing of this production is in it: drift, |X|, Sinkhorn" in page
     assert "not applicable: mHC, indexer, compressor" in page
 
 
@@ -294,11 +366,3 @@ def test_bad_input_is_one_line(tmp_path, args, said):
     assert done.returncode == 4
     assert said in done.stderr
     assert not (tmp_path / "out").exists()
-    assert f"<h1>Parity: tiny llama against {HERE}:plain</h1>" in page
-    assert "<title>pass: parity</title>" in page
-    assert "FP32 reference</h1>" not in page
-    assert page.count("<dt>fault score</dt>") == 1, "in the glossary only"
-    for gone in ("sinkhorn", "residual", "recall", "memory", "kernels", "mechanisms"):
-        assert f'id="{gone}"' not in page
-        assert f'href="#{gone}"' not in page
-    assert "left out of this page, as nothing of this production is in it: drift, |X|, Sinkhorn" in page
