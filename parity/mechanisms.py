@@ -73,9 +73,10 @@ COVERS: dict[str, tuple[Cover, ...]] = {
 
 
 def mechanisms(audit: Audit, records: Sequence[Record]) -> list[Mechanism]:
-    """Every mechanism with its count and its covers, from this run's values, launches and verdicts."""
+    """Every mechanism that the judged layers have, with its count and its covers, from this run's values, launches and verdicts."""
     verdicts = [record for record in records if isinstance(record, Verdict)]
-    counts = {name: (0, "") for name in COVERS} | _counted(audit, verdicts)
+    there = {layer: (audit.config.kind(layer), audit.config.is_hash(layer)) for layer in audit.plan.layers}
+    counts = {name: count for name, count in ({name: (0, "") for name in COVERS} | _counted(audit, verdicts)).items() if applies(name, set(there.values()), hasattr(audit.production, "kernels"))}
     return [Mechanism(name, count, meaning, _covered(name, verdicts)) for name, (count, meaning) in counts.items()]
 
 
@@ -83,6 +84,18 @@ def unexercised(records: Sequence[Record]) -> list[str]:
     """What stands in the verdict: mechanisms that neither the prompt nor a check of this run reached, in one line."""
     names = [record.name for record in records if isinstance(record, Mechanism) and not record.count and not record.covered_by]
     return [f"not exercised, and reached by no check of this run: {'; '.join(names)}"] if names else []
+
+
+def applies(name: str, layers: set[tuple[str, bool]], launches: bool = True) -> bool:
+    """Whether judged layers (kind, routed by hash) have a mechanism at all. launches  production says which kernels it launched."""
+    kinds = {kind for kind, _ in layers}
+    if "CSA" in name or "indexer" in name:
+        return "csa" in kinds
+    if "HCA" in name:
+        return "hca" in kinds
+    if name in ("hash-routed layers", "score-routed layers"):
+        return (name == "hash-routed layers") in {hashed for _, hashed in layers}
+    return launches or name != "keys split in decode"
 
 
 def _covered(name: str, verdicts: Sequence[Verdict]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import production
 import reference
 from parity.audit import Audit, Plan
-from parity.mechanisms import COVERS, Cover, mechanisms, unexercised
+from parity.mechanisms import COVERS, Cover, applies, mechanisms, unexercised
 from parity.unit.test_session import Shell
 from parity.unit.worlds import prompt, write_checkpoint
 from probes.core.records import Mechanism, State, Verdict, read_run
@@ -57,7 +59,7 @@ def test_counts_are_what_brute_force_finds(audit):
     assert min(discards.values()) >= 0 < sum(discards.values())
     assert found["keys split in decode"] == 0  # never more than 16 + 8 keys
     assert found["batch rows of unequal length"] == 1
-    assert found["hash-routed layers"] + found["score-routed layers"] == 3
+    assert found.get("hash-routed layers", 0) + found.get("score-routed layers", 0) == 3
 
 
 def test_counts_follow_what_was_shown_and_not_the_positions(audit, monkeypatch):
@@ -100,7 +102,9 @@ def test_small_blocks_in_the_cache_are_counted(audit, monkeypatch):
 
 def test_a_name_that_no_record_carries_is_no_cover(audit):
     found = {m.name: m for m in mechanisms(audit, [])}
-    assert found.keys() == COVERS.keys()
+    routing = {"hash-routed layers", "score-routed layers"}
+    assert found.keys() - routing == COVERS.keys() - routing
+    assert found.keys() & routing == {"hash-routed layers" if audit.config.is_hash(layer) else "score-routed layers" for layer in audit.plan.layers}
     assert all(not m.covered_by for m in found.values())
     (line,) = unexercised(list(found.values()))
     assert "SwiGLU clamp" in line
@@ -119,9 +123,23 @@ def test_a_cover_is_a_judged_check_whose_inputs_reach_it(verdict, covers, audit)
     assert bool(unexercised([clamp])) is not covers
 
 
+def test_what_the_judged_layers_do_not_have_is_not_listed(audit, monkeypatch):
+    window, csa = (dataclasses.replace(audit.plan, layers=layers) for layers in ((0,), (1,)))
+    monkeypatch.setattr(audit, "plan", window)
+    left_out = COVERS.keys() - counts_of(audit).keys()
+    assert {name for name in COVERS if "CSA" in name or "HCA" in name or "indexer" in name} <= left_out
+    assert left_out & {"hash-routed layers", "score-routed layers"} == {"score-routed layers" if audit.config.is_hash(0) else "hash-routed layers"}
+    assert "window wraps, decode" not in left_out
+    monkeypatch.setattr(audit, "plan", csa)
+    assert {name for name in COVERS if "HCA" in name} <= COVERS.keys() - counts_of(audit).keys()
+    assert {"indexer discards entries, prefill", "indexer discards entries, decode"} <= counts_of(audit).keys()
+    assert not applies("keys split in decode", {("window", True)}, launches=False), "somebody else's production does not say what it launched"
+    assert applies("keys split in decode", {("window", True)})
+
+
 def test_what_was_exercised_needs_no_cover():
     assert unexercised([Mechanism("a", 1, ""), Mechanism("b", 0, "", "some check")]) == []
-    assert unexercised([Mechanism("a", 0, ""), Mechanism("b", 0, "")])[0].endswith("a; b")
+    assert unexercised([Mechanism("a", 0, ""), Mechanism("b", 0, "")]) == ["not exercised, and reached by no check of this run: a; b"]
 
 
 def test_cases_are_found_inside_the_brackets_only():
