@@ -22,7 +22,7 @@ import pytest
 
 from parity import selection
 from probes.core.records import Record, State, Summary, Verdict, accepted
-from probes.core.wording import at_step, first_step, plural, when
+from probes.core.wording import at_step, closest, first_step, named, plural, when
 
 SPELLED_OUT = 10  # failures that are told in full, by this module and by pytest
 EVERY_SECONDS = 30.0  # of plain lines, unless a tenth of the tests takes longer
@@ -95,6 +95,18 @@ def table(records: Iterable[Record], width: int = 100) -> list[str]:
     return [line if len(line) <= width else line[: max(width - 3, 1)] + "..." for line in shown]
 
 
+def nearest(records: Iterable[Record]) -> list[str]:
+    """Of a run where nothing diverges: the pass that spent most, the one that the report's first screen names."""
+    judged = [r for r in records if isinstance(r, Verdict)]
+    return [f"closest to its limit{' in the model' * (v.mode != 'operation')}: {' '.join(filter(None, [v.point, v.phase, steps(v)]))}, {v.mode}, {share(v.spent)}" for v in (judged[i] for i, _ in closest(judged)[:1]) if v.spent is not None]
+
+
+def steps(verdict: Verdict) -> str:
+    """The decode steps that a gate covers."""
+    first, last = verdict.step_first, verdict.step_last
+    return "" if first is None else f"step {first}" if last in (None, first) else f"steps {first}-{last}"
+
+
 def share(spent: float) -> str:
     """Of a limit: never rounded onto it."""
     if not math.isfinite(spent):
@@ -110,8 +122,15 @@ def verdict_line(summary: Summary, waivers: int = 0) -> str:
     notes = [summary.coverage] if summary.coverage != "full" else []
     notes += [f"{plural(summary.waived, 'failed gate')} accepted"] if summary.waived else []
     if summary.verdict != "fail" and summary.reasons:
-        notes.append(" ".join(summary.reasons[0].split()))
+        notes.append(" ".join(_few(summary.reasons[0]).split()))
     return f"verdict: {summary.verdict}" + (f" with {plural(waivers, 'waiver')}" if waivers else "") + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def _few(reason: str) -> str:
+    """A reason in one line: of many mechanisms how many there are and the first few; the records and the report have all."""
+    head, colon, rest = reason.partition(": ")
+    names = rest.split("; ")
+    return reason if not head.startswith("not exercised") or len(names) <= 4 else f"{head}{colon}{len(names)} mechanisms, {named(names)}"
 
 
 COLOURS = {"pass": {"green": True}, "fail": {"red": True}, "incomplete": {"yellow": True}}
@@ -126,7 +145,7 @@ def closing(records: Sequence[Record], cause: Sequence[str], first: Sequence[str
     """The last lines of a run. -q leaves the table out, -qq everything but verdict and report."""
     lines = []
     if verbosity >= 0:
-        lines += ["", *table(records, width), ""]
+        lines += ["", *table(records, width), "", *([] if first or cause else nearest(records))]
     if verbosity >= -1:
         lines += [*cause, *first, *waivers]
     return [*lines, verdict, f"report: {report}"]

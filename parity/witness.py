@@ -23,7 +23,8 @@ from torch import Tensor
 
 from parity import gates
 from parity.audit import Audit, Floor
-from parity.evaluate import flip_margin, judge_greedy, judge_values, whole_phase
+from parity.evaluate import flip_margin, judge_case, judge_greedy, judge_values, whole_phase
+from parity.selection import Case
 from probes.core.attention import PARTS, Attended, Keys, attend, stored_keys, weight_sum
 from probes.core.drift import slope
 from probes.core.measure import FAULTS, RATIOS, nearest_step, sinkhorn_trail, visible_measurement
@@ -178,7 +179,8 @@ def explained_core(audit: Audit, verdict: Verdict) -> Verdict:
     """A red attn.core of the isolated run, with what kind of difference it is. Its q, its keys and what it saw were judged before.
 
     Rows right up to a factor: the sum of the weights, so the sink. Rows right at another softmax scale: the YaRN amplitude that
-    this model does not have. Neither: what attention reads of the cache.
+    this model does not have. Neither: what attention reads of the cache - unless what it is made of is red no later than it is,
+    which explains it; then the part stays the point's own.
     """
     if verdict.gate != "attn.core" or verdict.state is not State.FAIL or verdict.mode != "isolated" or verdict.layer is None or verdict.phase is None:
         return verdict
@@ -200,19 +202,39 @@ def explained_core(audit: Audit, verdict: Verdict) -> Verdict:
     if bool((_direction_error(got, want)[off] <= left).double().mean() >= MOST):
         said = f"rows are the right ones times {min(factor):.3g} to {max(factor):.3g}: the weights do not sum to 1 - the sink's share"
         return replace(verdict, component="sink", details={**verdict.details, "because": said})
+    fed = _red_inputs(audit, verdict)
     scale = _softmax_scale(audit, verdict.layer, off, left) if verdict.phase == "prefill" else None
-    if scale is not None and abs(scale - 1) < 5e-3:
+    if scale is not None and abs(scale - 1) < 5e-3 and not fed:
         said = f"rows follow from production's own q and {'stored keys' if audit.shows_store else 'the keys it shows'}: those are off, each within its own limit"
         return replace(verdict, component="KV quant", details={**verdict.details, "because": said, "by_exclusion": True})
-    if scale is not None:
+    if scale is not None and abs(scale - 1) >= 5e-3:
         said = f"rows are right at {scale:.4g} times the softmax scale of head_dim^-0.5"
         return replace(verdict, component="rope", details={**verdict.details, "because": said + " (YaRN's amplitude would do that)"})
     if verdict.phase == "prefill" and _another_key(audit, verdict.layer, off, left):
         said = "each wrong row is the right one with one more or one less key than attention says it reads"
         return replace(verdict, component="visibility mask", details={**verdict.details, "because": said})
+    if fed:
+        return replace(verdict, details={**verdict.details, "because": f"what attention reads is wrong already: {', '.join(fed)}"})
     right = "the stored rows" if audit.shows_store else f"the rows shown at attn.kv{' and attn.compressor' if audit.config.ratio(verdict.layer) else ''}"
     said = f"the keys seen, q and {right} are right; no factor of a row, no softmax scale and no single key explains it: " + ("what attention reads of the cache" if audit.shows_store else "what is stored of them, or what attention reads of the cache")
     return replace(verdict, component="KV quant", details={**verdict.details, "because": said, "by_exclusion": True})
+
+
+def _red_inputs(audit: Audit, verdict: Verdict) -> list[str]:
+    """Points of the same layer and run that attn.core is made of and that are over their limits no later than it is."""
+    assert verdict.layer is not None
+    began = verdict.details.get("first_step", verdict.step_first or 0)
+    names = [name for name in ("attn.q", "attn.kv", "attn.compressor", "attn.visible") if name != "attn.compressor" or audit.config.ratio(verdict.layer)]
+    found = []
+    for name in names:
+        point = f"layers.{verdict.layer}.{name}"
+        cases = [Case("prefill", point, "isolated", verdict.layer)]
+        if verdict.phase == "decode":
+            groups = [(0, began)] if began == 0 else [(0, 0), (1, began)]
+            cases = [Case("decode", point, "isolated", verdict.layer, group) for group in groups]
+        if any(judge_case(audit, case, "").state is State.FAIL for case in cases):
+            found.append(point)
+    return found
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from probes.core.records import State
 from reports import heat, words
-from reports.render import Run, divergence_words, outcome_of
+from reports.render import Place, Run, behind_first, divergence_words, outcome_of
 from reports.summary import BIDI
 
 MOST = 10  # GitHub shows ten errors and ten warnings of a step, and drops the rest in silence
@@ -88,7 +88,7 @@ def _all(run: Run) -> Iterable[Annotation]:
         replay = f"\nreplay it alone: {first.first.replay}" if first.first.replay else ""
         level = "warning" if first.index in run.waived else "error"
         yield Annotation(level, f"first divergence: {first.where}", message + replay, _file(run, first.first.component))
-    yield from _failures(run, skip=None if first is None else first.index)
+    yield from _failures(run, first)
     if outcome.verdict == "fail":  # otherwise the first line has said so
         unjudged: dict[str, int] = {}
         for v in run.verdicts:
@@ -102,20 +102,31 @@ def _all(run: Run) -> Iterable[Annotation]:
             yield Annotation("error", f"coverage is missing: {words.plural(len(missing), 'tap')}", f"the first: {c.phase} {c.point} ({c.mode}) fired {c.observed} of {c.expected}")
 
 
-def _failures(run: Run, skip: int | None) -> Iterable[Annotation]:
-    """One a point and phase, counted gates before waived ones, in the run's order; the worst gate speaks for the others."""
+RELATED = {"behind": ", behind the first divergence", "same": ", of the first divergence's component"}
+
+
+def _failures(run: Run, first: Place | None) -> Iterable[Annotation]:
+    """One a point and phase, counted gates before waived ones, in the run's order; the worst gate speaks for the others.
+
+    Where all of them are behind the first divergence, or of its component, the title says so; what is behind it points at no file.
+    """
+    skip, behind = None if first is None else first.index, behind_first(run, first)
     groups: dict[tuple[bool, str, str | None], list[int]] = {}
     for i, v in enumerate(run.verdicts):
         if v.state is State.FAIL and i != skip:
             name = v.point.split("[")[0] if v.mode == "operation" else heat.short_name(v.point, v.layer)
             groups.setdefault((i in run.waived, name, v.phase), []).append(i)
     for (waived, name, phase), places in sorted(groups.items(), key=lambda group: group[0][0]):
-        worst = run.verdicts[max(places, key=lambda i: heat.badness(run.verdicts[i]))]
-        at = " ".join(filter(None, [phase, words.steps(worst.worst_step, worst.worst_step)]))
+        index = max(places, key=lambda i: heat.badness(run.verdicts[i]))
+        worst, found = run.verdicts[index], {behind.of(i)[0] for i in places}
+        kind = "" if "" in found else "behind" if "behind" in found else "same"
+        step = words.first_step(worst) if phase == "decode" else None
+        step = worst.worst_step if step is None else step
+        at = words.when(phase, step, worst)
         number = f"{worst.metric} {words.number(worst.value)}, limit {words.number(worst.limit)}"
-        message = "; ".join(filter(None, [f"{worst.point} ({worst.mode}{', ' + at if at else ''})", number, words.times(worst.spent), worst.reason]))
-        title = " ".join(filter(None, [name, phase])) + f": {words.plural(len(places), 'gate')} " + ("failed, waived" if waived else "failed")
-        yield Annotation("warning" if waived else "error", title, f"{message}\nagain: {words.command(worst.test_id, run.header.command)}", _file(run, worst.component))
+        message = "; ".join(filter(None, [f"{worst.point} ({worst.mode}{', ' + at if at else ''})", number, words.over(worst, step), worst.reason, behind.of(index)[1]]))
+        title = " ".join(filter(None, [name, phase])) + f": {words.plural(len(places), 'gate')} " + ("failed, waived" if waived else "failed") + RELATED.get(kind, "")
+        yield Annotation("warning" if waived else "error", title, f"{message}\nagain: {words.command(worst.test_id, run.header.command)}", "" if kind == "behind" else _file(run, worst.component))
 
 
 def _file(run: Run, component: str) -> str:

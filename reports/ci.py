@@ -16,6 +16,7 @@ from pathlib import Path
 from probes.core.records import RecordError, read_run
 from reports.annotations import Annotation, annotate
 from reports.render import split
+from reports.compare import run_file
 from reports.summary import job_summary
 
 
@@ -25,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m reports.ci", description="Write the job summary and the annotations of a run for GitHub Actions.",
         epilog='example: python -m reports.ci reports/runs/audit/run.jsonl --summary "$GITHUB_STEP_SUMMARY" --annotations',
     )  # fmt: skip
-    parser.add_argument("run", type=Path, metavar="RUN.jsonl", help="records of a run, as pytest parity/ writes them")
+    parser.add_argument("run", type=Path, metavar="RUN.jsonl", help="records of a run, as pytest parity/ writes them, or its folder")
     parser.add_argument("--summary", type=Path, metavar="FILE.md", help="append the summary to this file (default: print it, unless --annotations)")
     parser.add_argument("--annotations", action="store_true", help="print at most ten ::error and ::warning commands")
     parser.add_argument("--title", default="", metavar="TEXT", help="which job of several this is, for the summary's heading")
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
     try:
-        run = split(read_run(options.run))
+        run = split(read_run(run_file(options.run)))
         page = job_summary(run, options.title)
         commands = [one.command for one in annotate(run)]
     except (RecordError, UnicodeDecodeError, RecursionError) as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +43,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Change:
-    """A gate, or one number of it, in both runs; before or after is None where the run has no such gate. index: its place in the newer run."""
+    """A gate, or one number of it, in both runs; before or after is None where the run has no such gate. index: its place in the newer run.
+
+    one_of   which of several gates with the same place and name it is: what their test's ids do not share, else its number among them
+    """
 
     before: Verdict | None
     after: Verdict | None
@@ -52,6 +55,7 @@ class Change:
     now: str = ""
     index: int | None = None
     weight: float = 0.0
+    one_of: str = ""
 
     @property
     def verdict(self) -> Verdict:
@@ -62,9 +66,9 @@ class Change:
 
     @property
     def place(self) -> str:
-        """Point, mode, phase and steps in words."""
+        """Point, mode, phase and steps in words; of several gates of one name, which."""
         v = self.verdict
-        return ", ".join(filter(None, [v.point, v.mode, v.phase or "", words.steps(v.step_first, v.step_last)]))
+        return ", ".join(filter(None, [v.point, v.mode, v.phase or "", words.steps(v.step_first, v.step_last), self.one_of]))
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,23 @@ def compare(before: list[Record], after: list[Record]) -> Comparison:
             _gate(out, a, b, places.get(id(b)))
         for changes in (out.red, out.crept, out.better, out.still_red):
             changes.sort(key=lambda change: -change.weight)
+        for _, _, changes in out.groups:
+            changes[:] = _told_apart(changes)
         out.measured = _measured(before, after)
+    return out
+
+
+def _told_apart(changes: list[Change]) -> list[Change]:
+    """The changes; those of the same gate, place and number say which of them they are."""
+    alike: dict[Hashable, list[int]] = {}
+    for i, change in enumerate(changes):
+        alike.setdefault((change.verdict.gate, change.place, change.number), []).append(i)
+    out = list(changes)
+    for places in alike.values():
+        ids = [changes[i].verdict.test_id.partition("::")[2] or changes[i].verdict.test_id for i in places]
+        for n, (i, name) in enumerate(zip(places, ids, strict=True), 1):
+            if len(places) > 1:
+                out[i] = replace(changes[i], one_of=words.cut(name, 120) if ids.count(name) == 1 and name else f"number {n} of {len(places)}")
     return out
 
 
@@ -411,7 +431,7 @@ def text(c: Comparison, names: tuple[str, str]) -> str:
         for _, title, changes in c.groups:
             if changes:
                 named = any(change.number for change in changes)
-                rows(f"{title}: {len(changes):,}", ["gate", *(["number"] if named else []), "baseline", "run"], [[change.place, *([change.number] if named else []), change.was, change.now] for change in changes])
+                rows(f"{title}: {len(changes):,}", ["gate", "point", *(["number"] if named else []), "baseline", "run"], [[change.verdict.gate, change.place, *([change.number] if named else []), change.was, change.now] for change in changes])
         for _, title, facts in c.facts:
             if facts:
                 rows(f"{title}: {len(facts):,}", ["what", "baseline", "run", ""], [[fact.name, fact.was, fact.now, fact.note] for fact in facts])

@@ -37,6 +37,7 @@ from probes.core.records import (
     ruling,
 )
 from reports import compare, heat, instruments, junit, words
+from reports.behind import Behind
 
 PAGE = Path(__file__).with_name("page")  # page.html, its style and script, macros, and one file a section
 ROWS_BYTES = 900_000  # of the gates table as written, for readers without scripting; it is the only part that grows without bound
@@ -224,6 +225,11 @@ def divergence_words(run: Run) -> Place | None:
     over = words.over(match, first.step) if match else ""
     if match is not None and index in run.waived:
         over += f" ({waiver_words(run, match)})"
+def behind_first(run: Run, place: Place | None) -> Behind:
+    """What the other failures have to do with the first divergence."""
+    return Behind(run.verdicts, None if place is None else place.first, None if place is None or place.index is None else run.verdicts[place.index])
+
+
     checked = f"first of {first.checked} checked, {first.unobserved} unobserved before it" if first.checked or first.unobserved else ""
     return Place(first, ", ".join(place), origin[first.local], first.component or "component unknown", over, checked, index)
 
@@ -493,7 +499,7 @@ def kernels_words(run: Run) -> str:
 def first_facts(run: Run) -> Facts:
     """What was asked and seen, which code, which machine."""
     header, facts = run.header, run.header.environment
-    cpu = header.device == "cpu"
+    absent = no_gpu(header)
 
     def fact(*keys: str, other: str = NOT_RECORDED) -> str:
         found = [f"{key if key in ('driver', 'python') else ''} {words.anything(facts[key])}".strip() for key in keys if facts.get(key) not in (None, "")]
@@ -523,8 +529,8 @@ def first_facts(run: Run) -> Facts:
             *([] if header.production else [("fault score", words.cut(header.fault_score, 400) or NOT_RECORDED)]),  # of this project's own production
         ],
         machine=[
-            ("GPU", fact("gpu", "capability", other=("none: production ran on the CPU" if header.production else "none: the kernels ran on the CPU device") if cpu else NOT_RECORDED)),
-            ("CUDA", fact("cuda", "driver", other="not used" if cpu else NOT_RECORDED)),
+            ("GPU", fact("gpu", "capability", other=absent.get("gpu", NOT_RECORDED))),
+            ("CUDA", fact("cuda", "driver", other=absent.get("cuda", NOT_RECORDED))),
             ("torch", fact("torch", "python")),
             ("compiler", fact("compiler")),
             ("platform", fact("platform")),
@@ -534,6 +540,19 @@ def first_facts(run: Run) -> Facts:
 
 
 def facts_of(values: dict[str, Any]) -> list[tuple[str, str]]:
+def environment_of(header: Header) -> dict[str, Any]:
+    """Facts of the machine, with the words for a GPU that a run on the CPU did not use."""
+    given = {name: absent for name, absent in no_gpu(header).items() if header.environment.get(name) in (None, "") and name in header.environment}
+    return {**header.environment, **given}
+
+
+def no_gpu(header: Header) -> dict[str, str]:
+    """What stands in the place of a GPU and of CUDA where a run on the CPU has none."""
+    if header.device != "cpu":
+        return {}
+    return {"gpu": "none: production ran on the CPU" if header.production else "none: the kernels ran on the CPU device", "cuda": "not used"}
+
+
     """A free-form dictionary of the header as lines."""
     return [(key.replace("_", " "), words.cut(words.anything(value), 1000)) for key, value in values.items()]
 
@@ -573,7 +592,7 @@ def report_html(records: list[Record], baseline: list[Record] | None = None) -> 
         modes=sorted({v.mode for v in run.verdicts}), gate_layers=sorted({v.layer for v in run.verdicts if v.layer is not None}), options=words.options(run.header.command),
         closest=[replace(gate_row(run, i), more=more) for i, more in words.closest(run.verdicts)],
         unchecked=not_checked(run), otherwise=otherwise(run), out_of_scope=OUT_OF_SCOPE,
-        environment=facts_of(run.header.environment), model=facts_of(run.header.model),
+        environment=facts_of(environment_of(run.header)), model=facts_of(run.header.model),
     )  # fmt: skip
     empty = [name for name in FILLED_BY if is_empty(name, context | {"mechanisms": run.mechanisms, "kernels": run.kernels})] if run.header.production else []
     if empty:

@@ -10,8 +10,19 @@ import re
 from collections.abc import Iterable, Sequence
 
 from probes.core.records import State
-from reports import heat, words
-from reports.render import Run, counts_of, divergence_words, gate_row, not_checked, outcome_of, waiver_words
+from reports import words
+from reports.render import (
+    Run,
+    answer_of,
+    behind_first,
+    counts_of,
+    divergence_words,
+    environment_of,
+    gate_row,
+    not_checked,
+    outcome_of,
+    waiver_words,
+)
 
 ROWS = 20  # of each table
 CELL = 300  # characters
@@ -52,7 +63,7 @@ def job_summary(run: Run, title: str = "") -> str:
     """The whole page. title  which job of several it is."""
     outcome, header = outcome_of(run), run.header
     counts, missing = counts_of(run), sum(c.observed < c.expected for c in run.coverage)
-    lines = [f"## {SIGNS.get(outcome.verdict, '⚠️')} DeepSeek-V4 parity{f', {text(title)}' if title else ''}: {text(outcome.word)}", "", text(outcome.sentence, 1000), ""]
+    lines = [f"## {SIGNS.get(outcome.verdict, '⚠️')} DeepSeek-V4 parity{f', {text(title)}' if title else ''}: {text(outcome.word)}", "", f"{text(outcome.sentence, 1000)} **{text(answer_of(run, outcome), 1000)}**", ""]
     if header.inject:
         lines += [f"**A fault was planted on purpose: {text(header.inject)}.** This run tests the audit, not the model.", ""]
     lines += _first(run)
@@ -112,9 +123,12 @@ def _failures(run: Run) -> list[str]:
     failed = [i for i, v in enumerate(run.verdicts) if v.state is State.FAIL and i not in run.waived]
     if not failed:
         return []
-    rows = [[*_row(run, i), text(run.verdicts[i].component), text(run.verdicts[i].reason, 160)] for i in failed[:ROWS]]
+    first = divergence_words(run)
+    behind = behind_first(run, first)
+    said = ["the first divergence" if first is not None and i == first.index else behind.of(i)[1] or words.DASH for i in failed[:ROWS]]
+    rows = [[*_row(run, i), text(run.verdicts[i].component), text(relation), text(run.verdicts[i].reason, 160)] for i, relation in zip(failed, said, strict=False)]
     more = [f"… and {words.plural(len(failed) - ROWS, 'more failure')} in report.html", ""] if len(failed) > ROWS else []
-    return ["### Failures", "", *table([*COLUMNS, "component", "reason"], rows, (4, 5, 6)), *more]
+    return ["### Failures", "", *table([*COLUMNS, "component", "to the first divergence", "reason"], rows, (4, 5, 6)), *more]
 
 
 def _waivers(run: Run) -> list[str]:
@@ -129,9 +143,10 @@ def _waivers(run: Run) -> list[str]:
 
 
 def _closest(run: Run) -> list[str]:
-    """Passes that spent most; a limit of 0 that held spent nothing."""
-    passed = sorted((i for i, v in enumerate(run.verdicts) if v.state is State.PASS and v.spent), key=lambda i: heat.badness(run.verdicts[i]), reverse=True)
-    return ["### Passes closest to their limit", "", *table(COLUMNS, [_row(run, i) for i in passed[:5]], (4, 5, 6))] if passed else []
+    """Passes that spent most, each point and operation once."""
+    passed = words.closest(run.verdicts, 5)
+    rows = [[point + (f" and {more} more of it" if more else ""), *rest] for (point, *rest), more in ((_row(run, i), more) for i, more in passed)]
+    return ["### Passes closest to their limit", "", *table(COLUMNS, rows, (4, 5, 6))] if passed else []
 
 
 def _facts(run: Run) -> list[str]:
@@ -140,7 +155,7 @@ def _facts(run: Run) -> list[str]:
         "commit": (h.commit or "none") + (", with uncommitted changes" if h.dirty else ""), "checkpoint": f"{h.checkpoint}, {h.checkpoint_hash}", "device": h.device,
         "decode": h.decode, "variants": h.variants or words.DASH, "policy": ", ".join(h.policy) or words.DASH, "phases": ", ".join(h.phases), "layers": words.runs(h.layers),
         "prompts": ", ".join(f"{name} ({count} tokens)" for name, count in zip(h.prompts, h.tokens, strict=False)), "steps": str(h.steps),
-        "found of planted faults": h.fault_score or words.DASH, **{name: words.anything(value) for name, value in h.environment.items()},
+        "found of planted faults": h.fault_score or words.DASH, **{name: words.anything(value) for name, value in environment_of(h).items()},
     }  # fmt: skip
     rows = [[text(name), text(value)] for name, value in facts.items()]
     seconds = run.summary.seconds if run.summary else 0.0

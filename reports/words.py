@@ -14,6 +14,7 @@ import shlex
 from typing import Any
 
 from probes.core.wording import at_step as at_step
+from probes.core.wording import closest as closest
 from probes.core.wording import coverage_words as coverage_words
 from probes.core.wording import first_step as first_step
 from probes.core.wording import gate_of as gate_of

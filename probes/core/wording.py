@@ -83,3 +83,23 @@ def gate_of(first: Divergence, verdicts: Iterable[Verdict]) -> int | None:
             rank = (8 * accepted(v) + 4 * (first.step != first_step(v)) + 2 * (not covers) + free, index)
             best = rank if best is None else min(best, rank)
     return None if best is None else best[1]
+
+
+# ---- passes closest to their limit ----
+
+
+def closest(verdicts: Iterable[Verdict], shown: int = 10) -> list[tuple[int, int]]:
+    """Passes that spent most of their limit, one of each point and one of each operation: (place, how many more of it passed).
+
+    Points of the model come first, with room for as many operations judged alone as 2 in 5: their cases are also of variants that
+    this run's production does not use. The first one is what a headline names. What held a limit of 0 spent nothing.
+    """
+    groups: dict[tuple[bool, str], list[tuple[float, int]]] = {}
+    for index, v in enumerate(verdicts):
+        if v.state is State.PASS and v.spent:
+            alone = v.mode == "operation"
+            name = v.point.split("[")[0] if alone else v.point.removeprefix(f"layers.{v.layer}.")
+            groups.setdefault((alone, name), []).append((math.inf if math.isnan(v.spent) else v.spent, -index))
+    ranked = [sorted((max(found) + (len(found) - 1,) for (one, _), found in groups.items() if one is alone), reverse=True) for alone in (False, True)]
+    room = max(min(2 * shown // 5, len(ranked[1])), shown - len(ranked[0]))
+    return [(-index, more) for _, index, more in [*ranked[0][: shown - min(room, len(ranked[1]))], *ranked[1][:room]]]
