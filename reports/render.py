@@ -225,13 +225,13 @@ def divergence_words(run: Run) -> Place | None:
     over = words.over(match, first.step) if match else ""
     if match is not None and index in run.waived:
         over += f" ({waiver_words(run, match)})"
+    checked = f"first of {first.checked} checked, {first.unobserved} unobserved before it" if first.checked or first.unobserved else ""
+    return Place(first, ", ".join(place), origin[first.local], first.component or "component unknown", over, checked, index)
+
+
 def behind_first(run: Run, place: Place | None) -> Behind:
     """What the other failures have to do with the first divergence."""
     return Behind(run.verdicts, None if place is None else place.first, None if place is None or place.index is None else run.verdicts[place.index])
-
-
-    checked = f"first of {first.checked} checked, {first.unobserved} unobserved before it" if first.checked or first.unobserved else ""
-    return Place(first, ", ".join(place), origin[first.local], first.component or "component unknown", over, checked, index)
 
 
 def waiver_words(run: Run, v: Verdict) -> str:
@@ -540,6 +540,10 @@ def first_facts(run: Run) -> Facts:
 
 
 def facts_of(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """A free-form dictionary of the header as lines."""
+    return [(key.replace("_", " "), words.cut(words.anything(value), 1000)) for key, value in values.items()]
+
+
 def environment_of(header: Header) -> dict[str, Any]:
     """Facts of the machine, with the words for a GPU that a run on the CPU did not use."""
     given = {name: absent for name, absent in no_gpu(header).items() if header.environment.get(name) in (None, "") and name in header.environment}
@@ -551,10 +555,6 @@ def no_gpu(header: Header) -> dict[str, str]:
     if header.device != "cpu":
         return {}
     return {"gpu": "none: production ran on the CPU" if header.production else "none: the kernels ran on the CPU device", "cuda": "not used"}
-
-
-    """A free-form dictionary of the header as lines."""
-    return [(key.replace("_", " "), words.cut(words.anything(value), 1000)) for key, value in values.items()]
 
 
 # ---- the page ----
