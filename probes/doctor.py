@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 
 from probes.core.cli import COULD_NOT_MEASURE, MEASURED, Answer, Table, bare_parser, json_line, say, show
+from probes.core.pipe import piped
 from production import cpu_device, cubins
 from production.launch import KernelError, cuda_missing, open_device
 
@@ -247,4 +248,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

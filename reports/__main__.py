@@ -5,7 +5,7 @@
     python -m reports --schema [N]                                  the JSON Schema of a line of run.jsonl
 
 A run is named by its file or its folder. A run that was cut off is drawn too, and says so.
-Exit 0: done (whatever the verdict; only parity/ judges). Exit 2: no readable run, or what cannot be written, in one line.
+Exit 0: done (whatever the verdict; only parity/ judges). Exit 2: no readable run, or what cannot be written, in one line. 141: `| head` left.
 Tests: parity/unit/test_reports.py, test_trend.py, test_table.py, test_schema.py, test_partial.py.
 """
 
@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from probes.core.pipe import piped
 from probes.core.records import READS, SCHEMA, Record, RecordError, read_run
 from reports import compare, schema, table, words
 from reports.render import render_run
@@ -115,6 +116,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         perform(options)
+    except BrokenPipeError:
+        raise
     except (UsageError, RecordError, table.TableError, UnicodeDecodeError, RecursionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -125,4 +128,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

@@ -13,10 +13,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from probes.core.pipe import piped
 from probes.core.records import RecordError, read_run
 from reports.annotations import Annotation, annotate
-from reports.render import split
 from reports.compare import run_file
+from reports.render import split
 from reports.summary import job_summary
 
 
@@ -61,4 +62,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

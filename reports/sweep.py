@@ -16,6 +16,7 @@ from typing import Any
 
 import jinja2
 
+from probes.core.pipe import piped
 from reports import words
 from reports.render import PAGE
 
@@ -69,4 +70,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

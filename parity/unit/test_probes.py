@@ -2,7 +2,10 @@
 
 import importlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +57,35 @@ def measured(world, capsys, probe, *arguments):
     assert (values["probe"], values["measured"]) == (probe, True)
     assert table.strip()
     return values, table
+
+
+# ---- | head ----
+
+
+def unread(*command):
+    """Exit code and stderr of a program whose stdout nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([sys.executable, *command], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=TINY.parents[1], timeout=120)
+    finally:
+        os.close(writer)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("command", [
+    ("-m", "probes.memory", "--preset", "flash"), ("-m", "reports", "--schema"), ("-m", "reports.ci", "parity/golden/run-1.jsonl"),
+    ("-c", "from probes.core.pipe import piped; import sys; sys.exit(piped(lambda: print('x' * 10**6) or 0))"),
+], ids=lambda c: " ".join(c)[:30])  # fmt: skip
+def test_a_reader_that_leaves_ends_a_program_quietly(command):
+    assert unread(*command) == (141, "")
+
+
+def test_every_program_with_an_answer_is_covered_by_that():
+    root = TINY.parents[1]
+    programs = [path for room in ("probes", "reports") for path in (root / room).glob("*.py") if '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
+    assert len(programs) > 20
+    assert [path.name for path in programs if not any(through in path.read_text(encoding="utf-8") for through in ("return answer(", "sys.exit(piped(main))"))] == []
 
 
 # ---- help ----

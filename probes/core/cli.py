@@ -2,7 +2,7 @@
 
     parser = probe_parser("layers", DESCRIPTION, EXAMPLE); return answer("layers", parser, argv, measure)
 
-Exit 0 measured, 2 bad input (one line, no traceback), 3 could not measure (one line, and a JSON line that says why).
+Exit 0 measured, 2 bad input (one line, no traceback), 3 could not measure (one line, and a JSON line that says why), 141 the reader left (`| head`).
 No model is named here: probes load them. Tests: parity/unit/test_probes.py.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from probes.core.inputs import DEFAULT_PROMPT, Prompt, check_context, read_prompts
+from probes.core.pipe import piped
 from probes.core.records import to_wire
 from reference.config import InputError, ModelConfig
 
@@ -254,6 +255,12 @@ def answer(
     name: str, parser: argparse.ArgumentParser, argv: Sequence[str] | None, measure: Callable[[argparse.Namespace], Answer]
 ) -> int:
     """Parse, measure, print; the exit code."""
+    return piped(lambda: _answer(name, parser, argv, measure))
+
+
+def _answer(
+    name: str, parser: argparse.ArgumentParser, argv: Sequence[str] | None, measure: Callable[[argparse.Namespace], Answer]
+) -> int:
     args = parser.parse_args(argv)
     try:
         answered = measure(args)
