@@ -2,14 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from docs.examples import kv_cache as example
+from docs.examples.small_engine import open_engine
 from probes import kv_cache
-from probes.outside.kvcache import ENTRIES, INDEXER, WINDOW, Format, Pool, format_of, read_cache
+from probes.outside.kvcache import ENTRIES, INDEXER, WINDOW, Format, Pool, _fewest, format_of, read_cache
 from production.cache import encode_entries, encode_index_keys
 from reference.config import InputError, ModelConfig
 
@@ -160,6 +162,55 @@ def test_scales_of_the_neighbour_are_named(stored, tmp_path, capsys, store):
     (wrong,) = wrong_in(values)[store]
     assert (wrong["entry"], wrong["what"], wrong["shift"]) == (number, "scale", 1)
     assert wrong["words"] == f"right codes under the scales of entry {number + 1}"
+
+
+def test_one_fault_of_every_scale_of_a_page_is_told_as_one(tmp_path, capsys):
+    """Some entries' halved scales are those of a neighbour by chance: what is true of all of them is said of all of them."""
+    assert example.main([str(tmp_path / "c")]) == 0
+    tensors = load_file(tmp_path / "c" / "cache.safetensors")
+    tensors["swa.1"][3, :, 192] -= 1
+    save_file(tensors, tmp_path / "c" / "cache.safetensors")
+    _, values, out = probe(capsys, tmp_path / "c")
+    wrong = values["stores"][1]["wrong"]
+    assert len(wrong) == 16
+    assert {(w["what"], w["words"], w["shift"]) for w in wrong} == {("scale", "right codes, scale of block 0 is 2^-1 off", None)}
+    assert "under the scales of" not in out
+
+
+def test_what_explains_most_entries_is_chosen_and_the_likelier_of_equals():
+    near, halved, other = ("scale", "of entry 1", 1), ("scale", "2^-1", None), ("code", "3 of 9", None)
+    assert _fewest({0: [near, halved], 1: [halved], 2: [other]}) == {0: halved, 1: halved, 2: other}
+    assert _fewest({0: [near, halved]}) == {0: near}
+    assert _fewest({0: [("scale", "of entry 1", 1), halved], 1: [("scale", "of entry 2", 1), ("scale", "2^-2", None)]}) == {0: near, 1: ("scale", "of entry 2", 1)}
+    assert _fewest({}) == {}
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "F32"), (torch.bfloat16, "BF16"), (torch.int32, "int32")])
+def test_a_tensor_that_is_no_bytes_is_refused(stored, tmp_path, capsys, dtype, name):
+    directory = Engine(stored).save(tmp_path / "c")
+    tensors = load_file(directory / "cache.safetensors")
+    save_file(tensors | {WINDOW: tensors[WINDOW].to(dtype)}, directory / "cache.safetensors")
+    assert kv_cache.main([str(directory), "--checkpoint", str(TINY)]) == 2
+    err = capsys.readouterr().err.strip()
+    assert f"layer 2 window: tensor 'window' is {name} {list(tensors[WINDOW].shape)}, expected bytes (uint8); next: " in err
+    assert "\n" not in err
+
+
+def test_a_plain_bf16_cache_is_packed_by_the_lines_of_the_page(tmp_path, capsys):
+    page = (TINY.parents[1] / "docs" / "trace.md").read_text(encoding="utf-8")
+    (code,) = [block.split("```")[0] for block in page.split("```python\n") if block.startswith("import json, torch") and "packed" in block.split("```")[0]]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    engine = open_engine(TINY, [0])
+    state = engine.new_state(1, 150)
+    with torch.no_grad():
+        engine.prefill(torch.tensor([example.TOKENS]), state)
+    keys = state["rings"][0]["keys"][0].bfloat16().unflatten(0, (-1, 16))
+    names["dump"](keys, CONFIG.qk_rope_head_dim, [example.TOKENS], 0, [list(range(8))], tmp_path)
+    code, values, _ = probe(capsys, tmp_path)
+    assert (code, values["differ"], values["stores"][0]["entries"]) == (0, 0, 128)
+    names["dump"](keys.roll(1, 1), CONFIG.qk_rope_head_dim, [example.TOKENS], 0, [list(range(8))], tmp_path)
+    assert probe(capsys, tmp_path)[1]["differ"] == 128
 
 
 def test_a_scale_off_by_powers_of_two_is_named_with_its_block(stored, tmp_path, capsys):

@@ -153,7 +153,7 @@ def test_every_cover_names_checks_that_the_audit_runs(tmp_path):
     """A prompt of twelve tokens exercises little; the operations of the same run cover every mechanism, with every name."""
     shell = Shell(tmp_path)
     files = [f"parity/test_operations_{name}.py" for name in ("attention", "blocks", "dense", "whole", "long_context")]
-    code, out, _ = shell(*files, "parity/test_recall.py", "--layers", "0-2", "--phase", "prefill", "--prompt", "short.txt:0:12", "-k", "not decode_step and not checkpoints", "-q")
+    code, out, _ = shell(*files, "parity/test_recall.py", "--layers", "0-3", "--phase", "prefill", "--prompt", "short.txt:0:12", "-k", "not decode_step and not checkpoints", "-q")
     assert code == 0, out
     records = read_run(shell.report / "run.jsonl")
     verdicts = [record for record in records if isinstance(record, Verdict)]

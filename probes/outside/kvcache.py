@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ KIND, SCHEMA = "dsv4-kv-cache", 1
 WINDOW, ENTRIES, INDEXER = "window", "entries", "indexer"
 TURNED_E2M1 = 0.25  # relative error of a key that was rounded to e2m1, turned, and rounded again: 0.1 to 0.2
 STORES = (WINDOW, ENTRIES, INDEXER)
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 KEYS = {"tensor", "block_size", "page_table", "page_stride", "entry_stride", "offset", "scales", "slots"}
 
 
@@ -186,7 +187,12 @@ def _pool(where: str, layer: int, store: str, given: Any, held: Mapping[str, Ten
     def raw(name: Any) -> Tensor:
         if name not in held:
             raise InputError(f"{where}: tensor {name!r} is not in the file; it holds {', '.join(sorted(held)[:6])}")
-        return held[name].contiguous().reshape(-1).view(torch.uint8)
+        tensor = held[name]
+        if tensor.element_size() != 1:
+            dtype = NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+            plain = "pack a plain cache first, docs/trace.md has the lines" if tensor.is_floating_point() else "its .view(torch.uint8)"
+            raise InputError(f"{where}: tensor {name!r} is {dtype} {list(tensor.shape)}, expected bytes (uint8); next: {plain}")
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
 
     packed = format_of(config, store)
     table = held.get(given["page_table"]) if isinstance(given.get("page_table"), str) else given.get("page_table")
@@ -256,6 +262,7 @@ def compare(pool: Pool, want: Sequence[Tensor], numbers: Sequence[Sequence[int]]
     """
     found = Found(pool.layer, pool.store)
     every = torch.cat(list(want))
+    said: dict[int, list[Told]] = {}  # place in found.wrong -> what it may be, the likeliest first
     starts = [0]
     for rows in want:
         starts.append(starts[-1] + len(rows))
@@ -272,14 +279,41 @@ def compare(pool: Pool, want: Sequence[Tensor], numbers: Sequence[Sequence[int]]
                 error = float(_error(got, target))
                 wrong = None
                 if not error <= above:
-                    what, words, shift = _explain(pool, row, number, codes, scales, got, target, every, starts, turned_at, turn, above, longest)
-                    wrong = Wrong(row, number, position_of(number), place, error, what, words, shift)
+                    said[len(found.wrong)] = _explain(pool, row, number, codes, scales, got, target, every, starts, turned_at, turn, above, longest)
+                    wrong = Wrong(row, number, position_of(number), place, error, *said[len(found.wrong)][0])
             if wrong is not None:
                 found.wrong.append(wrong)
             found.errors.append(error)
             if not error <= found.worst[0]:  # the first of equals; NaN comes first
                 found.worst = (error, row, number, place)
+    for at, (what, words, shift) in _fewest(said).items():
+        found.wrong[at] = replace(found.wrong[at], what=what, words=words, shift=shift)
     return found
+
+
+Told = tuple[str, str, int | None]  # what, in words, how far off
+
+
+def _fewest(said: Mapping[int, Sequence[Told]]) -> dict[int, Told]:
+    """One explanation for each wrong entry: what is true of most of them first, so that one fault is told as one; of equals the likelier."""
+
+    def kind(told: Told) -> Told:
+        return told if told[2] is None else (told[0], "", told[2])  # a distance is the same however the entries are numbered
+
+    left, chosen = dict(said), {}
+    while left:
+        counts: dict[Told, int] = {}
+        for each in left.values():
+            for told in each:
+                counts[kind(told)] = counts.get(kind(told), 0) + 1
+        best = max(counts, key=counts.__getitem__)  # the first of equals
+        for at, each in list(left.items()):
+            for told in each:
+                if kind(told) == best:
+                    chosen[at] = told
+                    del left[at]
+                    break
+    return chosen
 
 
 def _error(got: Tensor, want: Tensor) -> Tensor:
@@ -292,19 +326,21 @@ def _error(got: Tensor, want: Tensor) -> Tensor:
 def _explain(
     pool: Pool, row: int, number: int, codes: Tensor, scales: Tensor, got: Tensor, want: Tensor, every: Tensor, starts: Sequence[int],
     turned_at: Callable[[int], int], turn: Angles, above: float, longest: int,
-) -> tuple[str, str, int | None]:  # fmt: skip
-    """What an entry holds in place of its own."""
+) -> list[Told]:  # fmt: skip
+    """What an entry holds in place of its own; more than one where its bytes cannot tell, the likeliest first."""
     if not bool(codes.any()):
-        return "never written", "all of its codes are zero", None
+        return [("never written", "all of its codes are zero", None)]
     errors = _error(got.expand(len(every), -1), every.double()).masked_fill(every.isnan().any(-1), math.inf)
     best = int(errors.argmin())
     if float(errors[best]) <= above:
         other = next(b for b in range(len(starts) - 1) if starts[b] <= best < starts[b + 1])
         held = best - starts[other]
         if other != row:
-            return "another entry", f"it holds entry {held} of row {other}", None
+            return [("another entry", f"it holds entry {held} of row {other}", None)]
         turns = pool.slots and held < number and (number - held) % pool.slots == 0
-        return ("stale", f"it holds position {held}, of {(number - held) // pool.slots} turn of the ring before", held - number) if turns else ("another entry", f"it holds entry {held}, {abs(held - number)} {'behind' if held > number else 'before'} its own", held - number)
+        if turns:
+            return [("stale", f"it holds position {held}, of {(number - held) // pool.slots} turn of the ring before", held - number)]
+        return [("another entry", f"it holds entry {held}, {abs(held - number)} {'behind' if held > number else 'before'} its own", held - number)]
     block = INDEX_BLOCK if pool.format.index else KV_BLOCK
     width = pool.format.scales * block
     plain = pool.format.scaled(codes, torch.ones(pool.format.scales)).double()
@@ -313,18 +349,21 @@ def _explain(
     right = pool.format.scaled(codes, torch.exp2(power).float()).double()
     if float(_error(right, want)) <= above:
         off = [(i, int(scales[i]) - 127 - int(power[i])) for i in range(pool.format.scales) if int(scales[i]) - 127 != int(power[i])]
+        found: list[Told] = []
         for step in (1, -1):
             beside = pool.place(row, number + step) if number + step >= 0 else None
             if beside is not None and torch.equal(pool.read(beside)[1], scales) and bool(scales.any()):
-                return "scale", f"right codes under the scales of entry {number + step}", step
-        return "scale", "right codes, " + ", ".join(f"scale of block {i} is 2^{n:+d} off" for i, n in off[:4]), None
+                found.append(("scale", f"right codes under the scales of entry {number + step}", step))
+        alike = len(off) == pool.format.scales > 1 and len({n for _, n in off}) == 1
+        each = f"every scale is 2^{off[0][1]:+d} off" if alike else ", ".join(f"scale of block {i} is 2^{n:+d} off" for i, n in off[:4])
+        return [*found, ("scale", f"right codes, {each}", None)]
     positions = torch.arange(longest)
     turned = turn(want.float().expand(longest, -1), positions - turned_at(number)).double()
     errors = _error(got.expand(longest, -1), turned)
     best = int(errors.argmin())
     if float(errors[best]) <= (max(above, TURNED_E2M1) if pool.format.index else above):
         said = "its rotary part is not rotated" if best == 0 else f"its rotary part is rotated for position {best}, expected {turned_at(number)}"
-        return "rotation", said, best - turned_at(number)
+        return [("rotation", said, best - turned_at(number))]
     difference = (got - want).abs() > 0.25 * want.abs().clamp_min(float(want.norm()) / math.sqrt(len(want)))
     count = int(difference.sum())
-    return "code", f"{count} of {len(want)} values differ by more than a quarter" + (f", first at {int(difference.nonzero()[0])}" if count else ""), None
+    return [("code", f"{count} of {len(want)} values differ by more than a quarter" + (f", first at {int(difference.nonzero()[0])}" if count else ""), None)]
