@@ -252,12 +252,18 @@ class Checkpoint:
         return sum(spec.nbytes for spec in self.specs.values())
 
     def hash(self) -> str:
-        """sha256 over config, index and shards, 16 hex digits; above 1 GiB over headers, sizes and both ends."""
+        """sha256 over config and every shard, 16 hex digits, whichever layers are needed; above 1 GiB over headers, sizes and both ends.
+
+        A shard that is not there counts by its name, so that a partial download has a hash of its own.
+        """
         digest = hashlib.sha256()
-        shards = sorted({self._shard_of[name] for name in self.specs})
+        shards = sorted(set(self._shard_of.values()))
         digest.update((self.directory / "config.json").read_bytes())
-        full = sum(path.stat().st_size for path in shards) <= FULL_HASH_LIMIT_BYTES
+        full = sum(path.stat().st_size for path in shards if path.exists()) <= FULL_HASH_LIMIT_BYTES
         for path in shards:
+            if not path.exists():
+                digest.update(f"{path.name} missing".encode())
+                continue
             digest.update(f"{path.name} {path.stat().st_size}".encode())
             for block in _blocks(path, None if full else 1 << 20):
                 digest.update(block)

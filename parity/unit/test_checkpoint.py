@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from parity.unit.worlds import write_checkpoint
+from reference import checkpoint
 from reference.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, expected_tensors
 from reference.config import InputError, ModelConfig
 
@@ -133,6 +134,20 @@ def test_the_hash_follows_the_bytes(world, broken):
     assert Checkpoint(broken).hash() == before
     replace("layers.0.hc_attn_scale", lambda t: t + 1)(broken)
     assert Checkpoint(broken).hash() != before
+
+
+def test_the_hash_is_of_the_checkpoint_and_not_of_the_layers_that_are_needed(world, broken, monkeypatch):
+    weight_map = json.loads((broken / INDEX_NAME).read_text())["weight_map"]
+    needed = {weight_map[n] for n in expected_tensors(ModelConfig.from_dir(broken), [0])}
+    rest = sorted(set(weight_map.values()) - needed)
+    assert rest, "every shard is needed: this shows nothing"
+    for limit in (checkpoint.FULL_HASH_LIMIT_BYTES, 0):  # whole, sampled
+        monkeypatch.setattr(checkpoint, "FULL_HASH_LIMIT_BYTES", limit)
+        whole = Checkpoint(world).hash()
+        assert whole.startswith("sampled-") == (limit == 0)
+        assert Checkpoint(world, range(1)).hash() == whole
+    (broken / rest[0]).unlink()
+    assert Checkpoint(broken, range(1)).hash() not in (whole, Checkpoint(world).hash()), "a partial download is not the checkpoint"
 
 
 def test_a_link_to_a_shard_elsewhere_is_a_shard(broken, tmp_path):
