@@ -29,6 +29,7 @@ from probes.outside.logits import Given, Rounding, Row, rounding_of
 from reference.points import Taps
 
 TOP = 20  # of a whole vocabulary, the ids that offset and top set are judged on
+GRIDS = 8  # of the same step, each shifted: the most that rounding did to a median on any of them is what it may do
 SURE = 100.0  # given probabilities sum to one while the reference leaves this many times what rounding costs to other tokens
 
 
@@ -256,8 +257,11 @@ def judge_spread(audit: LogitsAudit, phase: str, gate: str) -> Verdict:
         raise NotExposedError(f"log-probabilities of {'two tokens of a row' if gate == 'logprobs.scale' else 'a row'} in {phase}")
     value = _median([measure(one, one.row.logprobs) for one in rows])
     floor = max(abs(_median([measure(one, one.twins[number]) for one in rows])) for number in range(len(rows[0].twins)))
-    cost = float(audit.rounding.half_step(torch.cat([one.row.numbers for one in rows])).max())
+    cost = max(abs(_median([measure(one, audit.rounding.rounded(one.want, at / GRIDS)) for one in rows])) for at in range(GRIDS))
     eps = GATES[gate].free + cost
+    if cost > GATES[gate].free:
+        reason = f"numbers are written with {audit.rounding.words}: on the reference's own values that alone is worth {cost:.2g}, more than the {GATES[gate].free:g} that is asked; next: answers with more digits, or more of them"
+        return replace(_base(gate, what, phase), reason=reason, rows=len(rows), details={"signed": value, "rounding_costs": cost})
     judged = gates.judge(abs(value), floor, eps, K_FREE, len(rows), what)
     because = ""
     if judged.state is State.FAIL and _explains(rows, 1 + value if gate == "logprobs.scale" else 1.0):

@@ -138,6 +138,27 @@ def test_what_rounding_costs_is_measured_and_in_the_limit(tmp_path):
     assert coarse.eps == pytest.approx((exact.eps or 0) + coarse.details["rounding_costs"], rel=1e-6)
 
 
+def slower(p: Tensor) -> Tensor:
+    return (p / 0.97).log_softmax(-1)
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+def test_a_temperature_is_seen_through_the_rounding_of_a_file(tmp_path, digits):
+    assert ("logprobs.scale", "prefill") not in red(judged(read(tmp_path, plain(server(), digits=digits)), "eager.bf16")[0])
+    assert ("logprobs.scale", "prefill") in red(judged(read(tmp_path, plain(slower(server()), digits=digits)), "eager.bf16")[0])
+
+
+def test_numbers_too_coarse_for_a_slope_or_an_offset_leave_these_gates_unrun(tmp_path):
+    for p in (server(), slower(server())):
+        verdicts, _ = judged(read(tmp_path, plain(p, digits=0)), "eager.bf16")
+        assert red(verdicts) == set()
+        for gate, phase in (("logprobs.scale", "prefill"), ("logprobs.scale", "decode"), ("logprobs.offset", "decode")):
+            (verdict,) = verdicts[gate, phase]
+            assert verdict.state is State.NOT_RUN, (gate, phase)
+            assert verdict.reason.startswith("numbers are written with 0 decimals: on the reference's own values that alone is worth ")
+        assert {v.state for v in verdicts["logprobs", "prefill"]} == {State.PASS}
+
+
 def test_only_the_taken_token_is_enough_for_rows_and_offset(tmp_path):
     """Without top_logprobs nothing says which token is likeliest: those gates are not covered, and not passed."""
     line = plain(server())

@@ -383,6 +383,11 @@ class Rounding:
             return 0.5 * 2.0 ** (size.log2().floor() - self.bits)
         return torch.zeros_like(numbers)
 
+    def rounded(self, numbers: Tensor, shift: float = 0.0) -> Tensor:
+        """The numbers written so, on a grid that is shifted by this share of a step: another chance of what rounding does."""
+        step = 2 * self.half_step(numbers)
+        return torch.where(step > 0, ((numbers / step + shift).round() - shift) * step, numbers)
+
 
 def rounding_of(numbers: Tensor) -> Rounding:
     """The coarsest way of writing that all of these finite numbers [n] fit: decimals, bf16, fp16, significant digits; else none."""
