@@ -8,12 +8,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from probes import capture
 from probes.core.trace import Trace
+from probes.outside.trace import open_trace, tokens_of
+from reference.config import InputError
 
 FILE = Path(capture.__file__)
 SERVER = """
@@ -180,8 +184,8 @@ def test_a_value_of_other_tokens_is_a_gap_with_its_reason(tmp_path):
     capture.stop()
     trace = Trace.load(tmp_path / "t")
     assert trace.gaps == {
-        ("prefill", None, "logits"): "shown as [1, 8] for 3 tokens in 1 rows",
-        ("prefill", None, "layers.0.ffn.experts"): "float32, expected whole numbers",
+        ("prefill", None, "logits"): "shown as [1, 8] for 3 tokens in 1 row",
+        ("prefill", None, "layers.0.ffn.experts"): "shown in float32, expected whole numbers",
     }
     assert not trace.fired("logits")
 
@@ -277,3 +281,295 @@ def test_two_threads_lose_nothing(tmp_path):
     assert len(trace.other) == 100
     assert not trace.points
     assert all(trace.get(f"{name}.{i}").unique().tolist() == [float(i)] for name in "ab" for i in range(50))
+
+
+# ---- nothing raises into the engine ----
+
+
+class Raises(torch.nn.Module):
+    """Puts out what a hook's default reading cannot take."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.output = output
+
+    def forward(self, x):
+        return self.output
+
+
+def manifest_of(directory):
+    return json.loads((directory / "manifest.json").read_text())
+
+
+def boom(output):
+    raise RuntimeError("boom")
+
+
+def test_a_hook_that_cannot_read_is_trouble_and_the_forward_goes_on(tmp_path, capsys):
+    assert capture.start(tmp_path / "t")
+    layer, empty = torch.nn.Linear(3, 3), Raises(())
+    capture.module(layer, {"embed": boom, "norm": None})
+    capture.module(empty, {"logits": None})
+    capture.begin("prefill", tokens=[[1, 2]])
+    layer(torch.zeros(1, 2, 3))
+    assert empty(0) == ()
+    capture.stop()
+    assert manifest_of(tmp_path / "t")["trouble"] == ["show: embed: RuntimeError: boom", "show: logits: IndexError: tuple index out of range"]
+    trace = Trace.load(tmp_path / "t")
+    assert trace.fired("norm")
+    assert trace.gaps == {("prefill", None, "embed"): "RuntimeError: boom", ("prefill", None, "logits"): "IndexError: tuple index out of range"}
+    assert capsys.readouterr().err.count("capture: ") == 2
+
+
+WRONG: Any = capture  # what a type checker would refuse
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: WRONG.module("no module", {"embed": None}),
+        lambda: WRONG.module(torch.nn.Linear(1, 1), ["embed"]),
+        lambda: WRONG.describe(policy={"bf16"}),
+        lambda: WRONG.show(["embed"], torch.zeros(1, 2, 3)),
+        lambda: WRONG.begin("decode", "0"),
+        lambda: WRONG.begin("prefill", tokens=[[1.5, 2.0]]),
+        lambda: WRONG.begin("prefill", tokens=[[1], [2, 3]]),
+        lambda: WRONG.begin("prefill", tokens=[[1, 2]], valid=[[0.5, 1.0]]),
+    ],
+)
+def test_a_wrong_call_is_trouble(tmp_path, call):
+    assert capture.start(tmp_path / "t")
+    capture.begin("prefill", tokens=[[1, 2]])
+    call()
+    capture.show("norm", torch.zeros(1, 2, 3))
+    capture.stop()
+    assert len(manifest_of(tmp_path / "t")["trouble"]) == 1
+    assert Trace.load(tmp_path / "t").passes
+
+
+@pytest.mark.parametrize("settings", [{"steps": None}, {"budget": None}, {"points": None}, {"rank": None}])
+def test_a_setting_of_none_is_the_default(tmp_path, settings):
+    assert capture.start(tmp_path / "t", **settings)
+
+
+@pytest.mark.parametrize("settings", [{"steps": 3}, {"points": ["embed"]}, {"budget": [1]}, {"rank": 1}])
+def test_a_setting_of_another_type_is_off_and_told(tmp_path, capsys, settings):
+    assert not capture.start(tmp_path / "t", **settings)
+    assert capsys.readouterr().err.startswith("capture: off: ")
+    assert not WRONG.start(None)
+
+
+@pytest.mark.parametrize(("experts", "kept"), [(range(2), [0, 1]), ({1, 0}, [0, 1]), ((1, 0), [1, 0]), (torch.tensor([0, 1]), [0, 1])])
+def test_experts_are_kept_as_a_list(tmp_path, experts, kept):
+    assert capture.start(tmp_path / "t")
+    capture.begin("prefill", tokens=[[1, 2]])
+    capture.show("embed", torch.zeros(1, 2, 3), shard={"kind": "expert", "experts": experts, "dtype": torch.float32})
+    capture.begin("decode", 0, tokens=[1])
+    capture.stop()
+    manifest = manifest_of(tmp_path / "t")
+    assert manifest["passes"][0]["tensors"]["embed"]["shard"] == {"kind": "expert", "experts": kept, "dtype": "float32"}
+    assert len(manifest["passes"]) == 2
+    assert manifest["trouble"] == []
+
+
+@pytest.mark.parametrize("shard", ["head", {"kind": "expert", "experts": object()}, {"kind": "expert", "experts": ["a"]}, {"kind": "column", "index": "a"}, {"kind": "column", "index": 0.5}, {"kind": "column", "axis": 1}, {"kind": ["column"]}])
+def test_a_description_that_is_none_is_trouble_and_no_value(tmp_path, shard):
+    assert capture.start(tmp_path / "t")
+    capture.begin("prefill", tokens=[[1, 2]])
+    capture.show("embed", torch.zeros(1, 2, 3), shard=shard)
+    capture.begin("decode", 0, tokens=[1])
+    capture.show("embed", torch.zeros(1, 3))
+    capture.stop()
+    trace = Trace.load(tmp_path / "t")
+    assert not trace.fired("embed")
+    assert trace.fired("embed", "decode", 0)
+    assert "shard" in trace.gaps["prefill", None, "embed"]
+    assert len(manifest_of(tmp_path / "t")["trouble"]) == 1
+
+
+def test_a_pass_that_cannot_be_written_does_not_keep_the_next_from_it(tmp_path, monkeypatch):
+    assert capture.start(tmp_path / "t")
+    capture.begin("prefill", tokens=[[1, 2]])
+    with monkeypatch.context() as full:
+        full.setattr(capture, "save_file", lambda held, path: boom(held))
+        capture.begin("decode", 0, tokens=[1])
+    capture.begin("decode", 0, tokens=[1])
+    capture.begin("decode", 1, tokens=[1])
+    capture.stop()
+    assert [one["step"] for one in manifest_of(tmp_path / "t")["passes"]] == [0, 1]
+    assert manifest_of(tmp_path / "t")["trouble"] == ["begin: RuntimeError: boom"]
+
+
+def test_a_compiled_model_keeps_what_nothing_else_reads_and_goes_on_after_a_wrong_show(tmp_path):
+    layer = torch.nn.Linear(3, 3)
+
+    def model(x):
+        capture.show("embed", x * 2 - 3, shard={"kind": "sum", "dtype": "float32"})
+        capture.show("norm", x * 5, shard={"kind": "expert", "experts": range(2), "of": 2})
+        capture.show("hc_head", {"a": 1})
+        return layer(x) + 1
+
+    assert capture.start(tmp_path / "t")
+    capture.module(layer, {"logits": boom, "layers.0.attn.out": None})
+    x = torch.ones(1, 2, 3)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    capture.begin("prefill", tokens=[[1, 2]])
+    got = compiled(x)
+    capture.stop()
+    assert torch.equal(got, layer(x) + 1)
+    trace, manifest = Trace.load(tmp_path / "t"), manifest_of(tmp_path / "t")
+    assert torch.equal(trace.get("embed"), x * 2 - 3)
+    assert torch.equal(trace.get("norm"), x * 5)
+    assert torch.equal(trace.get("layers.0.attn.out"), layer(x))
+    shards = {name: one["shard"] for name, one in manifest["passes"][0]["tensors"].items()}
+    assert shards == {"embed": {"kind": "sum", "dtype": "float32"}, "norm": {"kind": "expert", "experts": [0, 1], "of": 2}, "layers.0.attn.out": None}
+    assert manifest["trouble"] == ["show: hc_head: ValueError: no tensor: dict is none", "show: logits: ValueError: no tensor: its function raised RuntimeError"]
+
+
+def test_stop_takes_the_hooks_off_and_a_second_capture_shows_each_point_once(tmp_path):
+    layer, reads = torch.nn.Linear(3, 3), []
+
+    def read(output):
+        reads.append(1)
+        return output
+
+    for name in "ab":
+        assert capture.start(tmp_path / name)
+        capture.module(layer, {"embed": read})
+        assert len(layer._forward_hooks) == 1
+        capture.begin("prefill", tokens=[[1, 2]])
+        layer(torch.zeros(1, 2, 3))
+    assert list(manifest_of(tmp_path / "a")["passes"][0]["tensors"]) == ["embed"]
+    capture.stop()
+    assert not layer._forward_hooks
+    layer(torch.zeros(1, 2, 3))
+    assert len(reads) == 2
+    assert list(manifest_of(tmp_path / "b")["passes"][0]["tensors"]) == ["embed"]
+
+
+def test_a_hook_is_made_for_wanted_points_only_and_goes_when_the_budget_is_spent(tmp_path):
+    layer, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    assert capture.start(tmp_path / "t", points="embed", budget=30)
+    capture.module(layer, {"embed": None})
+    capture.module(other, {"norm": None})
+    assert (len(layer._forward_hooks), len(other._forward_hooks)) == (1, 0)
+    capture.begin("prefill", tokens=[[1, 2, 3]])
+    layer(torch.zeros(1, 3, 3))
+    assert not layer._forward_hooks
+
+
+FORK = """
+import os, sys, time, torch, capture
+capture.start("t")
+if {early}:
+    if os.fork():
+        os.wait()
+        sys.exit(0)
+capture.begin("prefill", tokens=[[1, 2]])
+capture.show("embed", torch.zeros(1, 2, 3))
+child = 0 if {early} else os.fork()
+if not {early} and child == 0:
+    assert not capture.capturing()
+    capture.show("norm", torch.zeros(1, 2, 3))
+    capture.begin("decode", 0, tokens=[9])
+    time.sleep(1)
+    sys.exit(0)
+for step in range(3):
+    capture.begin("decode", step, tokens=[1])
+if not {early}:
+    capture.stop()
+    os.wait()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no os.fork on this platform")
+@pytest.mark.parametrize("early", [False, True])
+def test_a_fork_writes_nothing_and_a_worker_forked_before_the_first_pass_captures(tmp_path, early):
+    shutil.copy(FILE, tmp_path / "capture.py")
+    done = subprocess.run([sys.executable, "-c", FORK.replace("{early}", str(early))], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    manifest = manifest_of(tmp_path / "t")
+    assert [(one["step"], one["tokens"]) for one in manifest["passes"]] == [(None, [[1, 2]]), (0, [1]), (1, [1]), (2, [1])]
+    assert manifest["trouble"] == []
+    assert not Trace.load(tmp_path / "t").fired("norm")
+
+
+def test_two_processes_of_one_setting_do_not_write_over_each_other(tmp_path, capsys):
+    assert capture.start(tmp_path / "t")
+    (tmp_path / "t").mkdir(exist_ok=True)
+    (tmp_path / "t" / "manifest.json").write_text("theirs")
+    capture.begin("prefill", tokens=[[1, 2]])
+    capture.stop()
+    assert (tmp_path / "t" / "manifest.json").read_text() == "theirs"
+    assert "is not empty" in capsys.readouterr().err
+
+
+# ---- what is read ----
+
+
+def padded(to, width, rows=(3,)):
+    """A prefill whose rows are all shorter than its width, and its pads hold large values."""
+    assert capture.start(to)
+    valid = torch.arange(width)[None] < torch.tensor(rows)[:, None]
+    value = torch.arange(4.0 * len(rows) * width).reshape(len(rows), width, 4).masked_fill(~valid[..., None], 1e9)
+    capture.begin("prefill", tokens=torch.where(valid, torch.arange(width)[None] + 5, 0), valid=valid, positions=torch.arange(width)[None].expand(len(rows), -1))
+    capture.show("embed", value)
+    capture.show("layers.0.ffn.experts", value[..., :2].long())
+    capture.show("their.name", value)
+    capture.begin("decode", 0, tokens=[1] * len(rows))
+    capture.show("embed", torch.zeros(len(rows), 4))
+    capture.stop()
+    return open_trace(to), value
+
+
+@pytest.mark.parametrize("rows", [(3,), (3, 2), (3, 3)])
+def test_pads_behind_the_longest_row_are_cut_from_every_tensor(tmp_path, rows):
+    opened, value = padded(tmp_path / "t", 8, rows)
+    one = opened.trace.passes["prefill", None]
+    for name in ("embed", "layers.0.ffn.experts", "their.name"):
+        assert opened.trace.get(name, "prefill").shape[:2] == (len(rows), 3)
+    assert torch.equal(opened.trace.get("embed", "prefill"), value[:, :3])
+    assert one.tokens is not None
+    assert one.positions is not None
+    assert (one.tokens.shape, one.positions.shape) == ((len(rows), 3), (len(rows), 3))
+    assert (one.valid is None) == (len(set(rows)) == 1)
+    prompts, steps = tokens_of(opened, 100)
+    assert prompts == [tuple(range(5, 5 + n)) for n in rows]
+    assert steps == [[1] * len(rows)]
+
+
+def test_pads_before_a_row_stay(tmp_path):
+    assert capture.start(tmp_path / "t")
+    capture.begin("prefill", tokens=[[0, 0, 5]], valid=[[False, False, True]])
+    capture.show("embed", torch.zeros(1, 3, 4))
+    capture.stop()
+    assert open_trace(tmp_path / "t").trace.get("embed").shape == (1, 3, 4)
+
+
+@pytest.mark.parametrize(("fact", "value", "said"), [("tokens", [[1, 475.7, 2]], r"tokens of prefill: 475\.7, expected whole numbers"), ("tokens", [[True, False, True]], "expected whole numbers"), ("positions", [[0, 1, 2.5]], r"positions of prefill: 2\.5, expected whole"), ("valid", [[0.5, 1, 1]], "expected true or false")])
+def test_a_fact_that_is_no_whole_number_is_refused(tmp_path, fact, value, said):
+    padded(tmp_path / "t", 3)
+    manifest = manifest_of(tmp_path / "t")
+    manifest["passes"][0][fact] = value
+    (tmp_path / "t" / "manifest.json").write_text(json.dumps(manifest))
+    for read in (open_trace, Trace.load):
+        with pytest.raises(InputError, match=said) as caught:
+            read(tmp_path / "t")
+        assert "\n" not in str(caught.value)
+
+
+def test_a_complex_value_is_told_where_it_is_shown_and_where_it_is_read(tmp_path):
+    assert capture.start(tmp_path / "t")
+    capture.begin("prefill", tokens=[[1, 2]])
+    capture.show("embed", torch.zeros(1, 2, 3, dtype=torch.complex64))
+    capture.show("norm", torch.zeros(1, 2, 3))
+    capture.stop()
+    assert open_trace(tmp_path / "t").trace.gaps["prefill", None, "embed"].startswith("torch.complex64, expected real numbers")
+    manifest = manifest_of(tmp_path / "t")
+    one = manifest["passes"][0]
+    save_file({"norm": torch.ones(1, 2, 3, dtype=torch.complex64)}, tmp_path / "t" / one["file"])
+    one["tensors"]["norm"]["dtype"] = "complex64"
+    (tmp_path / "t" / "manifest.json").write_text(json.dumps(manifest))
+    for trace in (open_trace(tmp_path / "t").trace, Trace.load(tmp_path / "t")):
+        assert not trace.fired("norm")
+        assert trace.gaps["prefill", None, "norm"] == "complex64, expected real numbers"

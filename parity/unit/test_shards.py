@@ -86,6 +86,26 @@ def test_experts_lie_by_their_numbers_or_are_summed():
         ([WHOLE, WHOLE], [{"kind": "expert", "experts": [0]}, {"kind": "expert", "experts": [0]}], "summed twice"),
         ([WHOLE, WHOLE], [{"kind": "expert", "experts": [0], "of": 3}, {"kind": "expert", "experts": [2], "of": 3}], r"experts \[1\] are on no rank"),
         ([WHOLE], [{"kind": "expert", "experts": [0], "dim": 2}], "names 1 experts"),
+        ([WHOLE, WHOLE], [{"kind": "expert", "experts": [0]}, {"kind": "expert"}], "rank 1 does not say which experts"),
+        ([WHOLE, WHOLE], [{"kind": "column", "index": "a"}, {"kind": "column"}], "rank 0: shard of kind column: index 'a', expected a whole number from 0"),
+        ([WHOLE, WHOLE], [{"kind": "column", "index": -1}] * 2, "index -1, expected a whole number from 0"),
+        ([WHOLE, WHOLE], [{"kind": "column", "index": 2, "count": 2}] * 2, "index 2 of 2, expected 0 to 1"),
+        ([WHOLE, WHOLE], [{"kind": "column", "count": "2"}] * 2, "count '2'"),
+        ([WHOLE, WHOLE], [{"kind": "column", "count": 0}] * 2, "count 0"),
+        ([WHOLE, WHOLE], [{"kind": "concat", "dim": "x"}] * 2, "dim 'x', expected a whole number"),
+        ([WHOLE, WHOLE], [{"kind": "column", "dim": 9}] * 2, "do not fit"),
+        ([WHOLE, WHOLE], [{"kind": ["column"]}] * 2, "shard kind"),
+        ([WHOLE, WHOLE], [{"kind": "diagonal"}] * 2, "shard kind 'diagonal', expected one of replicated, column"),
+        ([WHOLE, WHOLE], [{"kind": "column", "axis": 1}] * 2, "says axis, expected count, dim, index"),
+        ([WHOLE, WHOLE], [{"kind": "sum", "dtype": 3}] * 2, "dtype 3"),
+        ([WHOLE, WHOLE], [{"kind": "sum", "dtype": "Tensor"}] * 2, "dtype 'Tensor'"),
+        ([WHOLE, WHOLE], [{"kind": "sum", "dtype": "int8"}] * 2, "dtype 'int8'"),
+        ([WHOLE, WHOLE], [{"kind": "expert", "experts": 3}] * 2, "experts 3"),
+        ([WHOLE, WHOLE], [{"kind": "expert", "experts": ["a"]}] * 2, "experts"),
+        ([WHOLE, WHOLE], [{"kind": "expert", "experts": [0, 0]}] * 2, "expected different whole numbers"),
+        ([WHOLE, WHOLE], [{"kind": "expert", "experts": [4], "of": 4}] * 2, "expected different whole numbers from 0 to 3"),
+        ([WHOLE, WHOLE], [{"kind": "expert", "experts": [4], "of": "4"}] * 2, "of '4'"),
+        ([WHOLE.to(torch.complex64)] * 2, [None] * 2, "complex64, expected real numbers"),
     ],
 )
 def test_what_cannot_be_put_together_is_a_reason_and_no_value(parts, shards, said):
@@ -225,3 +245,52 @@ def test_ranks_of_other_runs_are_refused(two_ranks, tmp_path, change, said):
     with pytest.raises(InputError, match=said) as caught:
         open_trace(tmp_path / "t")
     assert "\n" not in str(caught.value)
+
+
+def described(directory, rank, size, shard, policy=None):
+    assert capture.start(directory, rank=f"{rank}/{size}" if size > 1 else "")
+    if policy is not None:
+        capture.describe(policy=policy)
+    capture.begin("prefill", tokens=[[1, 2]])
+    capture.show("embed", torch.ones(1, 2, 4), shard={"kind": "replicated"})
+    capture.show("norm", torch.ones(1, 2, 4))
+    capture.stop()
+    edit((directory / f"rank-{rank}" if size > 1 else directory) / "manifest.json", lambda m: m["passes"][0]["tensors"]["embed"].update(shard=shard))
+
+
+@pytest.mark.parametrize(
+    ("shard", "said"),
+    [
+        ({"kind": "diagonal"}, "shard kind 'diagonal', expected one of "),
+        ({"kind": "column", "index": 0, "count": 2}, "part 1 of 2 is on no rank of this trace"),
+        ({"kind": "column", "index": "a"}, "shard of kind column: index 'a', expected a whole number from 0"),
+        ({"kind": "expert", "experts": [0], "of": 4}, "experts [1, 2, 3] are on no rank"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_wrong_description_in_a_folder_is_a_gap_with_its_reason(tmp_path, size, shard, said):
+    for rank in range(size):
+        described(tmp_path / "t", rank, size, shard)
+    trace = open_trace(tmp_path / "t").trace
+    assert trace.fired("norm")
+    assert not trace.fired("embed")
+    assert said in trace.gaps["prefill", None, "embed"] or (size == 2 and "experts [0] are summed twice" in trace.gaps["prefill", None, "embed"])
+    if size == 1 and "expected" in said:
+        assert said in Trace.load(tmp_path / "t").gaps["prefill", None, "embed"]
+
+
+@pytest.mark.parametrize("shard", [{"kind": "column"}, {"kind": "sum"}, {"kind": "head", "index": 0, "count": 1}])
+def test_the_only_part_of_one_rank_is_the_whole(tmp_path, shard):
+    described(tmp_path / "t", 0, 1, shard)
+    assert torch.equal(open_trace(tmp_path / "t").trace.get("embed"), torch.ones(1, 2, 4))
+
+
+def test_ranks_declare_one_policy(tmp_path):
+    for name, policies in (("a", (["bf16"], ["kv.e4m3"])), ("b", (["kv.e4m3", "bf16"], ["bf16", "kv.e4m3"])), ("c", (None, ["bf16"]))):
+        for rank, policy in enumerate(policies):
+            described(tmp_path / name, rank, 2, None, policy)
+    with pytest.raises(InputError, match=r"its ranks declare different policies: rank 0 bf16, rank 1 kv\.e4m3; next: ") as caught:
+        open_trace(tmp_path / "a")
+    assert "\n" not in str(caught.value)
+    assert open_trace(tmp_path / "b").trace.description["policy"] == ["kv.e4m3", "bf16"]
+    assert open_trace(tmp_path / "c").trace.description["policy"] == ["bf16"]

@@ -24,7 +24,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from probes.core.trace_files import KIND, SCHEMA, Raw, assemble, is_point, read_directory, read_manifest, read_tensors
+from probes.core.trace_files import (
+    KIND,
+    SCHEMA,
+    Raw,
+    assemble,
+    is_point,
+    read_directory,
+    read_manifest,
+    read_tensors,
+    whole_numbers,
+)
 from reference.config import InputError
 from reference.points import INDICES, SCORES, VALUES, spec_of
 
@@ -96,7 +106,7 @@ class Trace:
     """What was recorded. A recorder fills it; `get`, `stack` and `fired` read it; `save` and `load` keep it.
 
     points       names that were asked for; other  names in it that are no points: kept, compared by probes.diff only
-    gaps         (phase, step, name) -> why a saved value cannot be used: read from disk only
+    gaps         (phase, step, name) -> why a saved value cannot be used: read from disk only; unseen  those of them that were never there
     dtypes       (phase, step, name) -> as stored, where that is known
     description  facts of the model and the run, plain JSON
     passes       (phase, step) -> Pass, in order of recording
@@ -108,6 +118,7 @@ class Trace:
             spec_of(point)
         self.other: tuple[str, ...] = ()
         self.gaps: dict[tuple[str, int | None, str], str] = {}
+        self.unseen: set[tuple[str, int | None, str]] = set()
         self.dtypes: dict[tuple[str, int | None, str], str] = {}
         self.description: dict[str, Any] = dict(description or {})
         self.passes: dict[PassKey, Pass] = {}
@@ -216,6 +227,21 @@ class Trace:
         """(phase, step, point) of everything that was shown."""
         return tuple((p.phase, p.step, point) for p in self.passes.values() for point in p.chunks)
 
+    def trim(self) -> None:
+        """Drop the pads behind the longest row of each pass, where every row has its pads at its end."""
+        for one in self.passes.values():
+            if one.valid is None:
+                continue
+            lengths, width = one.valid.sum(1), one.valid.shape[1]
+            most = int(lengths.max()) if len(lengths) else 0
+            if not most or bool((one.valid != (torch.arange(width)[None, :] < lengths[:, None])).any()):
+                continue
+            if most < width:
+                one.chunks = {name: [join(name, parts)[:, :most]] for name, parts in one.chunks.items()}
+                one.tokens, one.positions = (None if fact is None else fact[:, :most] for fact in (one.tokens, one.positions))
+            one.valid = None if bool((lengths == most).all()) else one.valid[:, :most]
+            self._stacks.clear()
+
     # ---- disk ----
 
     def save(self, directory: str | Path) -> Path:
@@ -292,6 +318,7 @@ class Trace:
                     trace.dtypes[one.phase, one.step, name] = one.dtypes[name]
                     trace.get(name, one.phase, one.step)  # positions, valid and tokens agree with it
                 trace.gaps |= {(one.phase, one.step, name): why for name, why in one.gaps.items()}
+                trace.unseen |= {(one.phase, one.step, name) for name in one.unseen}
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
         except (TypeError, ValueError, RuntimeError) as error:
@@ -336,6 +363,8 @@ def _plain(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _from_list(value: Any, dtype: torch.dtype) -> Tensor | None:
+    if value is not None and dtype == torch.int64:
+        whole_numbers("tokens or positions", value)
     return None if value is None else torch.tensor(value, dtype=dtype)
 
 

@@ -17,12 +17,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from probes.core.wording import plural
 from reference.config import InputError
 from reference.points import INDICES, SCORES, spec_of
 
 SCHEMA = 2
 KIND = "dsv4-trace"
 PHASES = ("prefill", "decode", "call")
+SHARD_DIMS = {"column": -1, "head": -2, "row": 0, "concat": None}  # which axis a kind of shard is a part of
+SHARD_KINDS = ("replicated", *SHARD_DIMS, "sum", "expert")
+SHARD_FIELDS = {"index": 0, "count": 1, "of": 1, "dim": None}  # whole numbers of a description, and the least
 
 PassKey = tuple[str, int | None]
 
@@ -39,7 +43,8 @@ class Part:
 class RawPass:
     """One pass of one folder. tokens, positions, valid: [b, s] or flat [t] as given; lengths [b] of flat tokens.
 
-    parts   per name, what was shown, in order; unseen  name -> why nothing was
+    parts    per name, what was shown, in order; unseen  name -> why nothing was
+    refused  name -> why what was shown could not be kept
     """
 
     phase: str
@@ -51,6 +56,7 @@ class RawPass:
     valid: Any = None
     parts: dict[str, list[Part]] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, int | None, int]:
@@ -73,6 +79,38 @@ class Raw:
     size: int = 1
     stopped: str = ""
     trouble: tuple[str, ...] = ()
+
+
+def shard_problem(shard: Mapping[str, Any]) -> str:
+    """What is wrong in a shard's description, in a line; "" where nothing is."""
+    kind = shard.get("kind", "replicated")
+    if not isinstance(kind, str) or kind not in SHARD_KINDS:
+        return f"shard kind {kind!r}, expected one of {', '.join(SHARD_KINDS)}"
+    extra = {"expert": {"dim", "experts", "of", "dtype"}, "sum": {"dtype"}, "replicated": set()}.get(kind, {"dim"})
+    unknown = sorted(set(shard) - {"kind", "index", "count"} - extra)
+    if unknown:
+        return f"shard of kind {kind} says {', '.join(map(str, unknown))}, expected {', '.join(sorted({'index', 'count'} | extra))}"
+    for name, least in SHARD_FIELDS.items():
+        value = shard.get(name, least or 0)
+        if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+            return f"shard of kind {kind}: {name} {value!r}, expected a whole number" + ("" if least is None else f" from {least}")
+    if "index" in shard and "count" in shard and shard["index"] >= shard["count"]:
+        return f"shard of kind {kind}: index {shard['index']} of {shard['count']}, expected 0 to {shard['count'] - 1}"
+    dtype = shard.get("dtype", "float32")
+    if not isinstance(dtype, str) or not isinstance(found := getattr(torch, dtype, None), torch.dtype) or not found.is_floating_point:
+        return f"shard of kind {kind}: dtype {dtype!r}, expected a floating-point dtype of torch, e.g. 'float32'"
+    experts = shard.get("experts", [])
+    if not isinstance(experts, list | tuple) or any(not isinstance(e, int) or isinstance(e, bool) or not 0 <= e < shard.get("of", 1 << 31) for e in experts) or len(set(experts)) < len(experts):
+        return f"shard of kind {kind}: experts {experts!r}, expected different whole numbers from 0" + (f" to {shard['of'] - 1}" if "of" in shard else "")
+    return ""
+
+
+def whole_numbers(name: str, value: Any) -> Any:
+    """Token ids, positions or lengths of a manifest as they are. Raises InputError for 475.7, which a cast would make 475."""
+    for one in (item for row in value for item in (row if isinstance(row, list) else [row])):
+        if not isinstance(one, int) or isinstance(one, bool):
+            raise InputError(f"{name}: {one!r}, expected whole numbers")
+    return value
 
 
 def is_point(name: str) -> bool:
@@ -158,9 +196,13 @@ def _read_pass(root: Path, entry: Mapping[str, Any]) -> RawPass:
     for name, value in facts.items():
         if value is not None:
             shape = torch.tensor(value).shape  # ragged lists raise
+            if name != "valid":
+                whole_numbers(f"{name} of {phase}" + ("" if step is None else f" step {step}"), value)
+            elif not bool(((given := torch.tensor(value)) == 0).logical_or(given == 1).all()):
+                raise InputError(f"valid of {phase}: expected true or false")
             if len(shape) not in (1, 2):
                 raise InputError(f"{name} of {phase} are [b, s] or flat, got {list(shape)}")
-    one = RawPass(phase, step, int(entry.get("chunk", 0)), facts["tokens"], facts["positions"], facts["lengths"], facts["valid"], unseen=dict(entry.get("unseen", {})))
+    one = RawPass(phase, step, int(entry.get("chunk", 0)), facts["tokens"], facts["positions"], facts["lengths"], facts["valid"], unseen=dict(entry.get("unseen", {})), refused=dict(entry.get("refused", {})))
     listed = entry["tensors"]
     held = read_tensors(path, listed)
     for key, said in listed.items():
@@ -231,7 +273,7 @@ def layout_of(one: RawPass, values: Sequence[Tensor] = ()) -> Layout | None:
 
 @dataclass
 class Assembled:
-    """One pass in the axes of the points: values [b, s, ...], facts [b, s], and what could not be used."""
+    """One pass in the axes of the points: values [b, s, ...], facts [b, s], and what could not be used; `unseen` of that was never there."""
 
     phase: str
     step: int | None
@@ -241,6 +283,7 @@ class Assembled:
     values: dict[str, Tensor]
     dtypes: dict[str, str]
     gaps: dict[str, str]
+    unseen: frozenset[str] = frozenset()
 
 
 def assemble(raw: Raw) -> list[Assembled]:
@@ -257,12 +300,13 @@ def _assembled(raw: Raw, key: PassKey, chunks: list[RawPass]) -> Assembled:
     for one in chunks:
         found = layout_of(one, [part.value for parts in one.parts.values() for part in parts])
         if found is None:
-            return Assembled(*key, None, None, None, {}, {}, {name: "neither tokens nor positions are given" for name in names} | _unseen(chunks))
+            return Assembled(*key, None, None, None, {}, {}, {name: "neither tokens nor positions are given" for name in names} | _unseen(chunks), frozenset(_unseen(chunks)))
         layouts.append(found)
     if len({len(layout.lengths) for layout in layouts}) > 1:
         raise InputError(f"{chunks[0].words}: its chunks have {' and '.join(str(len(layout.lengths)) for layout in layouts)} rows")
     lengths = [sum(row) for row in zip(*(layout.lengths for layout in layouts), strict=True)]
-    out = Assembled(*key, None, None, None, {}, {}, _unseen(chunks))
+    out = Assembled(*key, None, None, None, {}, {}, _unseen(chunks) | {name: why for one in chunks for name, why in one.refused.items()})
+    out.unseen = frozenset(_unseen(chunks)) - {name for one in chunks for name in one.refused}
     for fact, dtype in (("tokens", torch.int64), ("positions", torch.int64)):
         given = [getattr(one, fact) for one in chunks]
         if all(value is not None for value in given):
@@ -310,17 +354,22 @@ def _value(name: str, chunks: Sequence[RawPass], layouts: Sequence[Layout]) -> t
         if name not in one.parts:
             return f"shown in {sum(name in each.parts for each in chunks)} of {len(chunks)} chunks"
         values = [part.value for part in one.parts[name]]
+        wrong = next((said for part in one.parts[name] if (said := shard_problem(part.shard or {}))), "")
+        if wrong or any(value.is_complex() for value in values):
+            return wrong or f"{str(values[0].dtype).removeprefix('torch.')}, expected real numbers"
         dtypes |= {value.dtype for value in values}
         plain = [_plain(value, kind) for value in values]
         if any(value is None for value in plain):
-            return f"{', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}, expected whole numbers"
+            return f"shown in {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}, expected whole numbers"
         if len(values) == 1 and dims in (None, values[0].dim()) and _as_is([value for value in plain if value is not None], layouts):
             assert plain[0] is not None
             return plain[0], str(values[0].dtype).removeprefix("torch.")
         found = _joined([value for value in plain if value is not None], layout, kind, dims)
         if found is None:
+            if len(values) > 1 and all(layout.rows(value, dims) is not None for value in values):
+                return f"shown {'twice' if len(values) == 2 else f'{len(values)} times'} in one pass, each time whole"
             shapes = " and ".join(str(list(value.shape)) for value in values[:3])
-            return f"shown as {shapes} for {layout.count} tokens in {len(layout.lengths)} rows"
+            return f"shown as {shapes} for {plural(layout.count, 'token')} in {plural(len(layout.lengths), 'row')}"
         rows.append(found)
     fill = -1 if kind == INDICES else float("nan") if rows[0][0].is_floating_point() else 0
     width = {part.shape[1:] for row in rows for part in row}

@@ -10,7 +10,8 @@
 
 `dim` may stand with column, row and head too. A part is number `rank` of `size`, unless `index` and `count` say otherwise: ranks
 that name the same index are copies of one part, and are checked against each other like replicated ones. "of": how many experts
-there are. A difference between copies is a Finding; the value of the lowest rank goes on. Tests: parity/unit/test_shards.py.
+there are. What describes no part (another field, an index that is no number) is a gap too. A difference between copies is a Finding;
+the value of the lowest rank goes on. Tests: parity/unit/test_shards.py.
 """
 
 from __future__ import annotations
@@ -23,11 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from probes.core.trace_files import Part, Raw, RawPass
+from probes.core.trace_files import SHARD_DIMS, Part, Raw, RawPass, shard_problem
 from reference.config import InputError
-
-DIMS = {"column": -1, "head": -2, "row": 0, "concat": None}
-KINDS = ("replicated", *DIMS, "sum", "expert")
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class IncompleteError(ValueError):
 
 
 def put_together(ranks: Sequence[Raw], root: Path) -> tuple[Raw, Checked]:
-    """One folder's worth of whole tensors from those of several ranks; what is incomplete is `unseen` there, with the reason.
+    """One folder's worth of whole tensors from those of several ranks; what is incomplete is `refused` there, with the reason.
 
     Raises InputError where the ranks are no ranks of one run: sizes, tokens or passes contradict each other.
     """
@@ -78,8 +76,17 @@ def put_together(ranks: Sequence[Raw], root: Path) -> tuple[Raw, Checked]:
         raise InputError(f"{root}: ranks {[raw.rank for raw in ranks]} of {sizes}: expected ranks of one run")
     ranks = sorted(ranks, key=lambda raw: raw.rank)
     checked, first = Checked(), ranks[0]
-    out = replace(first, root=root, passes=[], rank=0, size=1, points=(), trouble=tuple(f"rank {raw.rank}: {said}" for raw in ranks for said in raw.trouble))
-    out.stopped = "; ".join(f"rank {raw.rank}: {raw.stopped}" for raw in ranks if raw.stopped)
+    policies = {_plain_policy(raw): raw.rank for raw in reversed(ranks) if raw.description.get("policy") is not None}
+    if len(policies) > 1:
+        said = ", ".join(f"rank {rank} {policy}" for policy, rank in sorted(policies.items(), key=lambda one: one[1]))
+        raise InputError(f"{root}: its ranks declare different policies: {said}; next: the same capture.describe(policy=[...]) on every rank")
+    who = {raw.rank: f"rank {raw.rank}: " if sizes[0] > 1 else "" for raw in ranks}
+    out = replace(
+        first, root=root, passes=[], rank=0, size=1, points=tuple(dict.fromkeys(point for raw in ranks for point in raw.points)),
+        description={name: value for raw in reversed(ranks) for name, value in raw.description.items()},
+        trouble=tuple(f"{who[raw.rank]}{said}" for raw in ranks for said in raw.trouble),
+        stopped="; ".join(f"{who[raw.rank]}{raw.stopped}" for raw in ranks if raw.stopped),
+    )  # fmt: skip
     by_key: dict[tuple[str, int | None, int], dict[int, RawPass]] = {}
     for raw in ranks:
         for one in raw.passes:
@@ -87,6 +94,11 @@ def put_together(ranks: Sequence[Raw], root: Path) -> tuple[Raw, Checked]:
     for held in by_key.values():
         out.passes.append(_whole_pass(held, sizes[0], checked, root))
     return out, checked
+
+
+def _plain_policy(raw: Raw) -> str:
+    policy = raw.description["policy"]
+    return ",".join(sorted({str(name) for name in policy})) if isinstance(policy, list) else str(policy)
 
 
 def _whole_pass(held: Mapping[int, RawPass], size: int, checked: Checked, root: Path) -> RawPass:
@@ -109,19 +121,26 @@ def _whole_pass(held: Mapping[int, RawPass], size: int, checked: Checked, root: 
             ]
         except IncompleteError as error:
             whole.parts.pop(point, None)
-            whole.unseen[point] = str(error)
+            whole.refused[point] = str(error)
     for rank, one in held.items():
+        for point, why in one.refused.items():
+            whole.parts.pop(point, None)
+            whole.refused[point] = f"rank {rank}: {why}" if size > 1 else why
         for point, why in one.unseen.items():
-            if point not in whole.parts:
-                whole.unseen.setdefault(point, f"rank {rank}: {why}")
+            if point not in whole.parts and point not in whole.refused:
+                whole.unseen.setdefault(point, f"rank {rank}: {why}" if size > 1 else why)
     return whole
 
 
 def combine(point: str, parts: Mapping[int, Part], size: int, where: RawPass, checked: Checked) -> Tensor:
     """The whole of one tensor. Raises IncompleteError."""
+    for rank, part in parts.items():
+        wrong = shard_problem(part.shard or {}) or (f"{str(part.value.dtype).removeprefix('torch.')}, expected real numbers" if part.value.is_complex() else "")
+        if wrong:
+            raise IncompleteError(f"rank {rank}: {wrong}" if size > 1 else wrong)
     kinds = {str((part.shard or {}).get("kind", "replicated")) for part in parts.values()}
-    if len(kinds) > 1 or not kinds <= set(KINDS):
-        raise IncompleteError(f"its ranks describe it as {' and '.join(sorted(kinds))}, expected one of {', '.join(KINDS)}")
+    if len(kinds) > 1:
+        raise IncompleteError(f"its ranks describe it as {' and '.join(sorted(kinds))}, expected one kind")
     kind = kinds.pop()
     if kind == "replicated":
         return _copies(point, {rank: part.value for rank, part in parts.items()}, where, checked)
@@ -129,8 +148,8 @@ def combine(point: str, parts: Mapping[int, Part], size: int, where: RawPass, ch
     if kind == "expert" and any("dim" in shard for shard in shards.values()):
         return _placed(point, parts, shards, where, checked)
     values = _by_index(point, parts, shards, size, where, checked)
-    if kind in DIMS:
-        dim = _same(shards, "dim", DIMS[kind])
+    if kind in SHARD_DIMS:
+        dim = _same(shards, "dim", SHARD_DIMS[kind])
         if not isinstance(dim, int):
             raise IncompleteError(f"shard of kind {kind} names no dim")
         try:
@@ -202,6 +221,8 @@ def _complete_experts(shards: Mapping[int, Mapping[str, Any]]) -> None:
     named = [list(shard["experts"]) for _, shard in sorted({int(shard.get("index", rank)): shard for rank, shard in shards.items()}.items()) if "experts" in shard]
     if not named:
         return
+    if any("experts" not in shard for shard in shards.values()):
+        raise IncompleteError(f"rank {next(rank for rank, shard in shards.items() if 'experts' not in shard)} does not say which experts it sums")
     every = [expert for experts in named for expert in experts]
     twice = sorted({expert for expert in every if every.count(expert) > 1})
     missing = sorted(set(range(int(_same(shards, "of", max(every, default=-1) + 1)))) - set(every))

@@ -51,9 +51,14 @@ def open_trace(directory: str | Path) -> Opened:
         raise InputError(f"{root}: it holds a KV cache (cache.json) and no trace; next: python -m probes.kv_cache {root}")
     if not folders:
         manifest = read_manifest(root)
-        trace = Trace.load(root)
-        if manifest["schema"] == SCHEMA and int(manifest.get("size", 1)) > 1:
-            raise InputError(f"{root}: rank {manifest.get('rank')} of {manifest['size']} alone; expected the directory that holds every rank-N")
+        if manifest.get("schema") != SCHEMA:
+            trace = Trace.load(root)
+        else:
+            raw = read_directory(root, manifest)
+            if raw.size > 1:
+                raise InputError(f"{root}: rank {raw.rank} of {raw.size} alone; expected the directory that holds every rank-N")
+            trace = Trace.of(put_together([raw], root)[0])  # also of one: a part of something, or a sum, says so
+        trace.trim()
         return Opened(root, trace, notes=tuple(_told(str(manifest.get("stopped", "")), manifest.get("trouble", ())) + _names(trace)))
     raws = []
     for folder in folders:
@@ -65,6 +70,7 @@ def open_trace(directory: str | Path) -> Opened:
             raise InputError(f"{folder}: its manifest says rank {raws[-1].rank}")
     whole, checked = put_together(raws, root)
     trace = Trace.of(whole)
+    trace.trim()
     ranks, size = tuple(sorted(raw.rank for raw in raws)), raws[0].size
     absent = [str(rank) for rank in range(size) if rank not in ranks]
     notes = [f"rank {', '.join(absent)} of {size} is missing: what it holds a part of is not covered"] if absent else []
