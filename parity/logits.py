@@ -25,7 +25,7 @@ from parity.outside import NotExposedError, OutsideAudit
 from parity.selection import Case
 from probes.core.records import Measurement, State, Verdict
 from probes.core.wording import plural
-from probes.outside.logits import Given, Rounding, Row, rounding_of
+from probes.outside.logits import Given, Rounding, Row, rounding_of, steps_of
 from reference.points import Taps
 
 TOP = 20  # of a whole vocabulary, the ids that offset and top set are judged on
@@ -169,6 +169,34 @@ class LogitsAudit(OutsideAudit):
 
     def uncovered(self) -> tuple[str, ...]:
         return tuple(point for point in self.asked_points if point != "logits")
+
+    def rows_shown(self, phase: str) -> tuple[int, int]:
+        """Rows of a phase that were given, and that a server could have given: what comes after a sequence's last token is seldom one."""
+        given = self.production.given
+        most = self.plan.steps if self.plan.steps < steps_of(given) else None  # fewer steps were asked for than the file has
+        have = could = 0
+        for one in given:
+            last = len(one.tokens) - (max(one.rows) < len(one.tokens) - 1)
+            first, end = (0, min(len(one.prompt), last)) if phase == "prefill" else (len(one.prompt), last if most is None else min(last, len(one.prompt) + most))
+            have += sum(first <= at < end for at in one.rows)
+            could += max(0, end - first)
+        return have, could
+
+    def rows_missing(self, absent: Sequence[str] = ()) -> str:
+        """`; prefill not shown; 1 of 8 decode rows`; empty where every row is there. absent: phases asked for, of which the file holds nothing."""
+        said = []
+        for phase in (*self.plan.phases, *absent):
+            have, could = self.rows_shown(phase)
+            if not have:
+                said.append(f"; {phase} not shown")
+            elif have < could:
+                said.append(f"; {have} of {could} {phase} rows")
+        return "".join(said)
+
+    def share_shown(self, phase: str) -> float:
+        """Of the asked points times the rows of a phase, how many were given: logits are one point."""
+        have, could = self.rows_shown(phase)
+        return have / max(could, 1) / max(len(self.asked_points), 1)
 
     def measurements(self) -> list[Measurement]:
         """How far the given rows are from the reference, without an opinion."""

@@ -392,6 +392,46 @@ def test_a_probability_of_zero_widens_no_limit():
     assert half[2] < 1e-30
 
 
+# ---- how much was shown ----
+
+
+def of_rows(tmp_path: Path, rows: list[int], prompt: int = 32, count: int = 40, steps: int | None = None, phases: tuple[str, ...] = ("prefill", "decode")) -> tuple[Any, Any]:
+    """A door and an audit of a file that holds these rows; no model runs."""
+    given = read(tmp_path, {"tokens": list(text()[:count]), "prompt": prompt, "logprobs": [{"7": -0.5} if at in rows else None for at in range(count)]})
+    door = open_logits("answers.jsonl", given)
+    audit: Any = object.__new__(logits.LogitsAudit)
+    held = steps_of(given) if steps is None else steps
+    audit.production, audit.asked_points = door.production, tuple(map(str, range(10)))
+    audit.plan = Plan([one.prompt for one in given], [one.completion for one in given], phases, tuple(LAYERS), held, 256)
+    return door, audit
+
+
+@pytest.mark.parametrize(
+    ("rows", "said", "percent"),
+    [
+        (range(40), "", 10.0),
+        (range(39), "", 10.0),  # a server never says what comes after its last token
+        ([35], "; prefill not shown; 1 of 7 decode rows", 10 * (1 / 7) / 2),
+        ([39], "; prefill not shown; 1 of 8 decode rows", 10 * (1 / 8) / 2),
+        (range(31, 39), "; 1 of 32 prefill rows", 10 * (1 / 32 + 1) / 2),
+        ([*range(30), 33], "; 30 of 32 prefill rows; 1 of 7 decode rows", 10 * (30 / 32 + 1 / 7) / 2),
+    ],
+    ids=["all", "all but the last", "one of decode", "the last", "no prompt_logprobs", "some"],
+)
+def test_rows_that_are_not_given_stand_in_the_verdict_and_count_as_nothing(tmp_path, rows, said, percent):
+    door, audit = of_rows(tmp_path, list(rows))
+    assert door.words(audit) == "logits only" + said
+    assert door.percent(audit) == pytest.approx(percent)
+
+
+def test_rows_of_phases_and_steps_that_nobody_asked_for_are_not_missed(tmp_path):
+    door, audit = of_rows(tmp_path, list(range(32, 39)), steps=3, phases=("decode",))
+    assert (door.words(audit), audit.rows_shown("decode")) == ("logits only", (3, 3))
+    door, audit = of_rows(tmp_path, list(range(32)), phases=("prefill",))
+    assert door.words(audit, ("decode",)) == "logits only; decode not shown"
+    assert door.percent(audit, ("decode",)) == pytest.approx(5.0)
+
+
 # ---- the command line ----
 
 
@@ -406,9 +446,9 @@ def test_the_door_names_its_coverage_and_its_policy(tmp_path):
     done = pytest_parity("--logits", str(tmp_path / "answers.jsonl"), "--layers", "0-3", "--policy", "eager.bf16", "--report", str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     records = [json.loads(line) for line in (tmp_path / "out" / "run.jsonl").read_text().splitlines()]
-    assert "verdict: pass (logits only)" in done.stdout
+    assert f"verdict: pass (logits only; 1 of {PROMPT} prefill rows)" in done.stdout
     header, summary = records[0], records[-1]
-    assert (summary["verdict"], summary["coverage"]) == ("pass", "logits only")
+    assert (summary["verdict"], summary["coverage"]) == ("pass", f"logits only; 1 of {PROMPT} prefill rows")
     assert header["production"] == "logits of answers.jsonl"
     assert "score.bf16" in header["policy"]
     assert any("6 decimals" in note for note in header["notes"])
