@@ -25,9 +25,10 @@ from parity.gates import OPERATIONS
 from parity.session import divergence_lines
 from parity.unit.synthetic_run import HOSTILE, cut_off, header, large_run, synthetic_run, verdict, wild_run
 from probes.core.records import Coverage, Divergence, Record, State, Summary, Verdict, summarise, to_line
-from reference.points import LAYER_POINTS, MODEL_POINTS
+from reference.points import LAYER_POINTS, LAYER_ROWS, MODEL_POINTS
 from reports import ci, words
 from reports.annotations import FILES, MOST, Annotation, annotate
+from reports.behind import FROM, READS, Behind
 from reports.render import report_html, split
 from reports.summary import job_summary, text
 
@@ -128,8 +129,8 @@ def test_a_command_with_backticks_stays_in_its_block():
 
 def test_the_summary_says_verdict_divergence_closest_and_what_was_not_checked():
     page = job_summary(split(RUNS["fail"]), "GPU, replay")
-    for words in ("## ❌ DeepSeek-V4 parity, GPU, replay: fail", "**First divergence: layer 5, attn.core, prefill**; local", "### Failures", "### What was not checked", "no CUDA device", "### Run it again at commit"):
-        assert words in page, words
+    for said in ("## ❌ DeepSeek-V4 parity, GPU, replay: fail", "**First divergence: layer 5, attn.core, prefill**; local", "### Failures", "### What was not checked", "no CUDA device", "### Run it again at commit"):
+        assert said in page, said
     assert "### Passes closest to their limit" in page
     assert "First divergence" not in job_summary(split(RUNS["pass"]))
     assert "## ⚠️ DeepSeek-V4 parity: incomplete" in job_summary(split(RUNS["cut off"]))
@@ -266,6 +267,74 @@ def test_the_first_divergence_stands_for_the_gate_that_starts_there():
     assert words.gate_of(first, [other, waived, dataclasses.replace(gate, mode="free"), gate]) == 3
     assert words.gate_of(first, [other]) == 0
     assert words.gate_of(first, [dataclasses.replace(gate, layer=3), dataclasses.replace(gate, state=State.PASS)]) is None
+
+
+# ---- behind the first divergence ----
+
+
+def test_what_a_point_is_computed_from_stands_before_it_and_every_row_has_an_answer():
+    assert set(READS) == set(LAYER_ROWS)
+    for name, reads in READS.items():
+        assert all(LAYER_ROWS.index(one) < LAYER_ROWS.index(name) for one in reads), name
+    assert "attn.compressor" in FROM["attn.core"]
+    assert "attn.compressor" not in FROM["attn.indexer.score"]
+
+
+def related(*found: tuple[str, dict[str, Any]], first: Verdict) -> list[str]:
+    """What each of these failures (point, changes) has to do with the first divergence."""
+    verdicts = [first, *(failing(2, **{**LATER, "component": "other", "point": point, **changes}) for point, changes in found)]
+    divergence = Divergence(first.layer, first.point, first.phase, 1, True, first.component)
+    behind = Behind(verdicts, divergence, first)
+    return [behind.of(i)[0] for i in range(1, len(verdicts))]
+
+
+def test_what_is_behind_the_first_divergence_is_what_the_records_support():
+    first = failing(2, point="layers.2.attn.compressor", **LATER)
+    four = {"layer": 4}
+    assert related(("layers.2.attn.core", {}), ("layers.2.attn.core", {"details": {"first_step": 0}}), ("layers.2.attn.q", {}), ("layers.2.attn.indexer.score", {}), first=first) == ["behind", "", "", ""]
+    assert related(("layers.2.attn.core", {"phase": "prefill"}), ("layers.4.attn.core", four), first=first) == ["", ""]  # another phase; another layer, on the reference's input
+    assert related(("layers.4.attn.compressor", {**four, "component": "compressor"}), ("layers.4.attn.core", four), ("compressor[x]", {"mode": "operation", "component": "compressor", "phase": None, "layer": None}), ("rope[x]", {"mode": "operation", "phase": None, "layer": None}), first=first) == ["same", "behind", "same", ""]
+    free = {"mode": "free", "local": None}
+    assert related(("layers.3.attn.q", {**free, "layer": 3}), ("layers.1.attn.q", {**free, "layer": 1}), ("logits", {**free, "layer": None}), ("embed", {**free, "layer": None}), first=first) == ["behind", "", "behind", ""]
+    alone = ("layers.3.attn.q", {"layer": 3, "state": State.PASS, "spent": 0.1})
+    assert related(("layers.3.attn.q", {**free, "layer": 3}), alone, first=first)[0] == "behind"
+    assert related(("layers.3.attn.q", {**free, "layer": 3}), ("layers.3.attn.q", {"layer": 3}), first=first) == ["", ""]  # red alone, too: a cause of its own
+    assert related(("layers.3.attn.q", {**free, "layer": 3}), ("layers.3.attn.q", {"layer": 3, "state": State.NOT_RUN}), first=first)[0] == ""
+
+
+def test_annotations_and_summary_mark_what_is_behind_the_first_divergence_and_it_points_at_no_file():
+    first = failing(2, point="layers.2.attn.compressor", **LATER)
+    core = failing(2, **{**LATER, "point": "layers.2.attn.core", "component": "attention core"})
+    own = failing(2, **{**LATER, "point": "layers.2.attn.q", "component": "rope"})
+    run = [header(), first, core, own]
+    run.append(summarise(run, divergence=Divergence(2, first.point, "decode", 1, True, "compressor")))
+    made = annotate(split(run))
+    assert [(one.title, one.file) for one in made] == [
+        ("first divergence: layer 2, attn.compressor, from decode step 1", "kernels/compressor.cu"),
+        ("attn.core decode: 1 gate failed, behind the first divergence", ""),
+        ("attn.q decode: 1 gate failed", "kernels/rope.cu"),
+    ]
+    assert "computed from layers.2.attn.compressor, which is red: probably its consequence" in made[1].message
+    assert "isolated, from decode step 1); " in made[1].message
+    assert "28.6 times its limit at step 9" in made[1].message
+    rows = [line for line in job_summary(split(run)).splitlines() if line.startswith("| layers") and "isolated" in line]
+    assert [("the first divergence |" in row, "probably its consequence" in row) for row in rows] == [(True, False), (False, True), (False, False)]
+
+
+def test_a_run_is_named_by_its_folder_too(run_file, capsys):
+    assert ci.main([str(run_file.parent)]) == 0
+    assert capsys.readouterr().out == job_summary(split(RUNS["fail"]))
+
+
+def test_the_summary_lists_layers_that_nobody_asked_for_and_says_that_a_part_is_no_answer():
+    every = [(phase, layer) for phase in ("prefill", "decode") for layer in range(3)]
+    part = [
+        header(3, model={"layers": 8}, steps=1), *(Coverage(phase, layer, f"layers.{layer}.attn.out", "free", 1, 1) for phase, layer in every),
+        *(verdict(random.Random(0), f"layers.{layer}.attn.out", "free", phase, layer, (0, 0) if phase == "decode" else None) for phase, layer in every),
+    ]  # fmt: skip
+    page = job_summary(split([*part, summarise(part)]))
+    assert "* layers 3-7: not asked for, not run" in page
+    assert "Not decided for the whole model: layers 3-7 were not asked for" in page
 
 
 # ---- command line ----

@@ -370,6 +370,50 @@ def test_a_planted_fault_and_what_was_not_checked_are_said():
         assert said in text, said
 
 
+def part(layers: list[int], run: list[int], phases: tuple[str, ...] = ("prefill", "decode"), **changes: object) -> list[Record]:
+    """A run of some layers and phases; one point of each was asked for, seen and judged."""
+    places = [(phase, layer) for phase in phases for layer in layers]
+    records: list[Record] = [dataclasses.replace(header(**changes), layers=layers, layers_run=run, phases=list(phases), steps=1)]  # type: ignore[arg-type]
+    records += [Coverage(phase, layer, f"layers.{layer}.attn.q", "free", 1, 1) for phase, layer in places]
+    records += [verdict(random.Random(0), f"layers.{layer}.attn.q", "free", phase, layer, (0, 0) if phase == "decode" else None, spent=0.5) for phase, layer in places]
+    return [*records, summarise(records)]
+
+
+def test_a_run_of_a_part_is_no_answer_for_the_whole_model_and_lists_what_nobody_asked_for():
+    kinds = ["window", "window", "csa", "hca", "csa", "hca", "csa", "hca"]
+    whole = {"model": {"layers": 8, "kinds": kinds}, "device": "cuda"}
+    page = report_html(part([0, 2], [0, 1, 2], **whole))
+    for said in ("layer 1: run, because later layers need them, but not judged", "layers 3-7: not asked for, not run; every hca layer among them"):
+        assert f"<li>{said}</li>" in page
+    assert "Not decided for the whole model: layer 1 and layers 3-7 were not asked for. Nothing that was checked stands against shipping." in page
+    assert "Not decided for the whole model: prefill was not asked for." in report_html(part(list(range(8)), list(range(8)), ("decode",), **whole))
+    for model in (whole["model"], {}):  # all of it; a record that does not know how many there are
+        page = report_html(part(list(range(8)), list(range(8)), model=model, device="cuda"))
+        assert "Nothing that was checked stands against shipping." in page
+        assert "Not decided" not in page
+        assert not any("not asked for" in line for line in re.findall("<li>(.*?)</li>", page))
+
+
+def test_a_run_without_a_gpu_says_the_same_of_it_everywhere():
+    page = report_html(judged_run(one()))
+    assert page.count("<dd>none: the kernels ran on the CPU device</dd>") == 2
+    assert page.count("<dd>not used</dd>") == 2
+    assert "none: the kernels" not in report_html(judged_run(one(), device="cuda"))
+
+
+def test_of_many_passes_of_one_operation_the_closest_stands_for_all():
+    near = [dataclasses.replace(one(point=f"sparse_attn[{i}]"), mode="operation", phase=None, layer=None, spent=0.6 + i / 100) for i in range(12)]
+    records = part([0], [0])
+    run = [*records[:-1], *near]
+    run.append(summarise(run))
+    page = report_html(run)
+    section = page.partition('<section id="closest">')[2].partition("</section>")[0]
+    assert section.count("<tr>") == 1 + 2
+    assert "sparse_attn[11]" in section
+    assert "and 11 more of it" in section
+    assert "Closest to its limit in the model layers.0.attn.q" in first_screen(run)
+
+
 def test_an_early_end_is_said_in_place_of_what_it_left_out():
     ended = Measurement("early end", values={"reason": "the fault profile stops where a gate is red: prefill"})
     records = [RUNS["fail"][0], ended, *RUNS["fail"][1:]]
@@ -494,7 +538,7 @@ def test_the_first_screen_holds_the_line_that_matters():
     divergence = Divergence(0, failed.point, "prefill", None, True, "rope", checked=7)
     text = first_screen([*records[:-1], summarise(records[:-1], divergence=divergence)])
     assert "layer 0, attn.q, prefill ; local: its inputs agree; component rope ; 2 times its limit ; first of 7 checked, 0 unobserved before it." in text
-    assert "Closest to its limit layers.0.attn.q, prefill" in first_screen(judged_run(one()))
+    assert "Closest to its limit in the model layers.0.attn.q, prefill" in first_screen(part([0], [0], ("prefill",)))
 
 
 def test_kernels_that_ran_are_counted_per_architecture():

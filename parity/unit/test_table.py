@@ -5,6 +5,7 @@ import io
 import json
 import math
 import sys
+from pathlib import Path
 
 import pandas
 import pyarrow.parquet
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from parity.unit.synthetic_run import synthetic_run, wild_run
 from parity.unit.test_records import HEADER, INF, NAN, verdict
 from parity.unit.test_records import records as any_record
-from probes.core.records import Coverage, Kernel, Ledger, Measurement, Verdict, summarise
+from probes.core.records import Coverage, Kernel, Ledger, Measurement, Verdict, read_run, summarise
 from reports import table
 from reports.__main__ import main
 
@@ -63,6 +64,19 @@ def test_pandas_reads_the_csv_back_as_numbers(tmp_path):
     assert (frame["limit"][0], frame["got"][0]) == (INF, -INF)
     kept = pandas.read_csv(path, dtype=str, keep_default_na=False)
     assert (kept["value"][0], kept["want"][0]) == ("nan", "")  # as the docstring says
+
+
+def test_the_published_snippet_shows_numbers_and_no_gaps(tmp_path, monkeypatch):
+    root = Path(__file__).resolve().parents[2]
+    snippet = (root / "docs" / "records.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    table.write_table(read_run(root / "parity" / "golden" / "run-1.jsonl"), "numbers", tmp_path / "numbers.csv")
+    monkeypatch.chdir(tmp_path)
+    setup, _, shown = snippet.strip().rpartition("\n")
+    names: dict[str, object] = {}
+    exec(setup, names)
+    found = eval(shown, names)
+    assert len(found) > 1
+    assert not found.isna().any()
 
 
 def test_every_number_of_a_gate_has_a_row():

@@ -13,6 +13,7 @@ from parity import terminal
 from parity.terminal import Progress, closing, kind_of, rows_of, share, table, verdict_line
 from parity.unit.test_session import ROOT, SMALL, Shell
 from probes.core.records import Divergence, State, Summary, Verdict
+from probes.core.wording import closest
 
 GREEN = Verdict("attn.q", "layers.2.attn.q", "isolated", State.PASS, "worst row", layer=2, phase="decode", value=0.01, limit=0.04, spent=0.25, rows=9)
 RED = replace(GREEN, gate="attn.core", point="layers.2.attn.core", mode="free", state=State.FAIL, spent=3.0, value=0.12, worst_step=7)
@@ -66,6 +67,9 @@ def test_the_verdicts_line_says_what_was_accepted_and_why_it_is_incomplete():
     assert verdict_line(summary(waived=12), 2) == "verdict: pass with 2 waivers (12 failed gates accepted)"
     assert verdict_line(summary("incomplete", reasons=["no device", "more"])) == "verdict: incomplete (no device)"
     assert verdict_line(summary("fail", reasons=["no device"])) == "verdict: fail"
+    names = "not exercised, and reached by no check of this run: "
+    assert verdict_line(summary(reasons=[names + "a; b"])) == f"verdict: pass ({names}a; b)"
+    assert verdict_line(summary(reasons=[names + "; ".join("abcdefghijklm")])) == f"verdict: pass ({names}13 mechanisms, a, b, c and 10 more)"
 
 
 @pytest.mark.parametrize("verbosity", [0, -1, -2])
@@ -140,6 +144,29 @@ def test_a_log_gets_few_lines_with_time_left(monkeypatch):
     assert 4 <= len(lines) <= 10
     assert re.fullmatch(r"  \d+ of 400 gates' tests, \d+ s, about \d+ s left", "  " + lines[0].strip())
     assert lines[-1].strip() == "400 of 400 gates' tests, 40 s"
+
+
+def test_a_red_line_names_the_first_wrong_step_and_that_of_its_number(monkeypatch):
+    progress = begun(False, monkeypatch)
+    progress.turned_red(replace(RED, step_first=1, step_last=23, worst_step=9, details={"first_step": 1}), False)
+    progress.turned_red(replace(RED, step_first=1, step_last=23, worst_step=1, details={"first_step": 1}), False)
+    assert [line.strip() for line in progress.reporter.written.strip().splitlines()] == [
+        "red: layers.2.attn.core  from decode step 1  free  3 x of its limit at step 9",
+        "red: layers.2.attn.core  decode step 1  free  3 x of its limit",
+    ]
+
+
+def test_the_pass_closest_to_its_limit_is_the_one_of_the_reports_first_screen():
+    case = replace(GREEN, mode="operation", gate="operation.rope", phase=None, layer=None, spent=0.9)
+    cases = [replace(case, point=f"rope[{i}]", spent=0.9 - i / 100) for i in range(20)]
+    points = [replace(GREEN, layer=i, point=f"layers.{i}.attn.q", spent=0.5 + i / 100) for i in range(5)]
+    run = [*cases, *points, replace(GREEN, spent=0.0)]
+    assert closest(run) == [(24, 4), (0, 19)]
+    assert [line for line in closing(run, [], [], [], "verdict: pass", "r", 0) if line.startswith("closest")] == ["closest to its limit in the model: layers.4.attn.q decode, isolated, 54 %"]
+    assert not [line for line in closing(run, [], ["first divergence: x"], [], "verdict: fail", "r", 0) if line.startswith("closest")]
+    many = [replace(GREEN, layer=0, point=f"layers.0.p{i}", spent=0.5) for i in range(30)] + [replace(case, point=f"op{i}[x]") for i in range(30)]
+    assert [many[i].mode == "operation" for i, _ in closest(many)] == [False] * 6 + [True] * 4
+    assert [len(closest(part)) for part in (many[:30], many[30:], [])] == [10, 10, 0]
 
 
 def test_red_gates_are_told_as_they_fail_the_first_few(monkeypatch):

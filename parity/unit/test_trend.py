@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -269,6 +270,22 @@ def test_a_run_is_named_by_its_folder_too(files, capsys):
     assert main(["--compare", *(str(path.parent) for path in files)]) == 0
     assert main([str(files[1].parent), "--baseline", str(files[0].parent)]) == 0
     assert 'id="trend"' in files[1].with_name("report.html").read_text(encoding="utf-8")
+
+
+def test_rows_of_two_gates_at_one_point_can_be_told_apart():
+    mass = dict(gate="attn.mass")
+    before, after = (run(*(dataclasses.replace(gate("layers.5.attn.core", state, spent), **more) for more in ({}, mass))) for state, spent in ((PASS, 0.1), (FAIL, 2.0)))
+    out = text(compare(before, after), ("a", "b"))
+    red = out[out.index("new red: 2") :]
+    assert "attn.mass" in red
+    assert "attn.q " in red
+    page = report_html(after, before)
+    assert len(set(re.findall(r"<tr>.*?</tr>", page.partition('id="trend-red"')[2].partition("</details>")[0]))) == 3
+    ids = ("test_x[cpu]", "test_x[cpu-beside]")
+    before, after = (run(*(gate("compressor[1]", state, spent, test_id=f"parity/t.py::{one}") for one in ids)) for state, spent in ((PASS, 0.1), (FAIL, 2.0)))
+    assert [change.place.rpartition(", ")[2] for change in compare(before, after).red] == list(ids)
+    before, after = (run(*(gate("compressor[1]", state, spent) for _ in ids)) for state, spent in ((PASS, 0.1), (FAIL, 2.0)))
+    assert [change.place.rpartition(", ")[2] for change in compare(before, after).red] == ["number 1 of 2", "number 2 of 2"]
 
 
 def test_the_table_stays_short(capsys):

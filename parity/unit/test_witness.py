@@ -121,11 +121,54 @@ def explained(audit, layer, phase, spoil):
         chunks[point] = kept
 
 
+def test_a_core_whose_keys_are_red_already_is_not_put_down_to_the_cache(clean):
+    point, key = f"layers.{CSA}.attn.compressor", ("prefill", None)
+    chunks = clean.passes["isolated", *key].passes[key].chunks
+    kept = chunks[point]
+    torch.manual_seed(0)
+    noise = lambda core: core + 0.2 * core.norm(dim=-1, keepdim=True) * torch.randn(core.shape) / core.shape[-1] ** 0.5  # noqa: E731
+    chunks[point] = [noise(torch.cat(kept, 1).clone())]
+    try:
+        found = explained(clean, CSA, "prefill", noise)
+    finally:
+        chunks[point] = kept
+    assert (found.component, found.details["because"]) == ("attention core", f"what attention reads is wrong already: {point}")
+    assert "by_exclusion" not in found.details
+
+
 def test_rows_off_by_a_factor_point_to_the_sink(clean):
     for phase in ("prefill", "decode"):
         found = explained(clean, CSA, phase, lambda core: core * (1 + 0.2 * torch.arange(core.shape[2])[:, None] / core.shape[2] + 0.1))
         assert found.component == "sink", phase
         assert "times 1.1 to" in found.details["because"]
+
+
+@pytest.mark.parametrize("heads", [slice(None), slice(1, 2)], ids=["all heads", "one head"])
+def test_one_factor_for_all_rows_points_to_the_values_and_not_to_the_sink(clean, heads):
+    def scaled(core):
+        core[:, :, heads] *= 1.06
+        return core
+
+    assert witness.attended(clean, "production", CSA, "prefill").mass["sink"].numel()  # so that its share is known
+    found = explained(clean, CSA, "prefill", scaled)
+    assert found.component == "attention core"
+    assert "times 1.06, whatever the sink's share of it is" in found.details["because"]
+
+
+def test_values_that_are_scaled_inside_attention_are_not_named_as_the_sink(checkpoint, models, monkeypatch):
+    def wrap(original):
+        def sparse_attn(dev, q, ring, ring_position, entries, selected, position, row, sink, out, *args, **kwargs):
+            original(dev, q, ring, ring_position, entries, selected, position, row, sink, out, *args, **kwargs)
+            out.mul_(1.02)
+
+        return sparse_attn
+
+    patched(monkeypatch, "sparse_attn", wrap)
+    audit = run(checkpoint, models, layers=(0,))
+    for phase in ("prefill", "decode"):
+        for gate in ("core.witness", "sink.sum"):
+            found = every(audit, 0, phase)[gate, "attn.core"]
+            assert (found.state, found.component) == (State.FAIL, "attention core"), (phase, gate)
 
 
 def test_another_softmax_scale_points_to_yarn(clean):
