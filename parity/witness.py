@@ -139,7 +139,11 @@ def judge_core(audit: Audit, layer: int, phase: str) -> Verdict:
         where = ((plain.unstored > 0) & valid).nonzero()[0].tolist()
         return replace(verdict, state=State.FAIL, spent=math.inf, where=where, reason=f"{plural(unstored, 'key was', 'keys were')} read that were never stored, first by query {where}")
     if verdict.state is State.FAIL and _only_scaled(got, plain, valid, verdict.limit or 0.0):
-        verdict = replace(verdict, component="sink", reason=verdict.reason + "; rows are right up to a factor: the sum of the weights is wrong")
+        scale = _one_factor(got, plain.out, valid[..., None].expand(got.shape[:-1]), plain.mass["sink"][valid])
+        if scale is None:
+            verdict = replace(verdict, component="sink", reason=verdict.reason + "; rows are right up to a factor: the sum of the weights is wrong")
+        else:
+            verdict = replace(verdict, reason=verdict.reason + f"; {_scaled_words(scale)}")
     return _at_step(audit, verdict, phase)
 
 
@@ -159,6 +163,29 @@ def _only_scaled(got: Tensor, plain: Attended, valid: Tensor, limit: float) -> b
     return bool((after <= limit).all()) and bool(after.double().median() <= 0.5 * before.double().median())
 
 
+def _one_factor(got: Tensor, want: Tensor, rows: Tensor, share: Tensor | None) -> float | None:
+    """The factor that all of these rows [b, s, h] have in common, where a wrong sink could not give one; None: several, or it could.
+
+    A sink that is counted wrong takes from a row in proportion to its share there, which differs by row and head.
+    share [...] of the sink, wherever it is known
+    """
+    g, w = got[rows].double(), want[rows].double()
+    if len(g) < FEW or (share is not None and not _spread(share.double().flatten()) > 2 * ALIKE):
+        return None
+    factor = (g * w).sum(-1) / w.square().sum(-1)
+    return float(factor.median()) if bool(factor.isfinite().all()) and _spread(factor - 1) <= ALIKE else None
+
+
+def _spread(x: Tensor) -> float:
+    """Between the tenth and the ninetieth percentile, over the median."""
+    low, middle, high = (float(x.sort().values[round(at * (len(x) - 1))]) for at in (0.1, 0.5, 0.9))
+    return (high - low) / abs(middle) if middle else math.inf
+
+
+def _scaled_words(scale: float) -> str:
+    return f"every row is the right one times {scale:.4g}, whatever the sink's share of it is: the values are scaled, or what comes out"
+
+
 def _direction_error(got: Tensor, want: Tensor) -> Tensor:
     """Relative error of rows [..., d] after the best factor of each; 0 where got is 0 (a sink that takes everything)."""
     g, w = got.double(), want.double()
@@ -173,12 +200,14 @@ def _direction_error(got: Tensor, want: Tensor) -> Tensor:
 SCALES = 33  # softmax scales tried between a quarter and four times the right one, then refined
 SAMPLE = 16  # queries they are tried on
 MOST = 0.9  # of the wrong rows must be explained
+FEW = 8  # rows below which one factor for all of them says nothing
+ALIKE = 0.15  # spread of factors, as a share of what they differ from 1, that is one factor rounded
 
 
 def explained_core(audit: Audit, verdict: Verdict) -> Verdict:
     """A red attn.core of the isolated run, with what kind of difference it is. Its q, its keys and what it saw were judged before.
 
-    Rows right up to a factor: the sum of the weights, so the sink. Rows right at another softmax scale: the YaRN amplitude that
+    Rows right up to one factor: what is weighed, or what comes out; to a factor of their own: the sum of the weights, so the sink. Rows right at another softmax scale: the YaRN amplitude that
     this model does not have. Neither: what attention reads of the cache - unless what it is made of is red no later than it is,
     which explains it; then the part stays the point's own.
     """
@@ -200,6 +229,9 @@ def explained_core(audit: Audit, verdict: Verdict) -> Verdict:
     # An explanation leaves at most half of what it explains, and no more than the formats cost.
     left = min(1e-2, float(error[off].median()) / 2)
     if bool((_direction_error(got, want)[off] <= left).double().mean() >= MOST):
+        scale = _one_factor(got, want, off, sink_share(audit, verdict.layer, verdict.phase))
+        if scale is not None:
+            return replace(verdict, component="attention core", details={**verdict.details, "because": _scaled_words(scale)})
         said = f"rows are the right ones times {min(factor):.3g} to {max(factor):.3g}: the weights do not sum to 1 - the sink's share"
         return replace(verdict, component="sink", details={**verdict.details, "because": said})
     fed = _red_inputs(audit, verdict)
@@ -353,6 +385,8 @@ def judge_sink(audit: Audit, layer: int, phase: str) -> Verdict:
         details["first"] = over[over[:, 1].argmin()].tolist()
         if not _only_scaled(audit.values("production", point, phase, _steps(audit, phase)), plain, valid, audit.gate("core.witness").isolated):
             component = "attention core"  # the rows differ by more than a factor
+        elif (scale := _one_factor(audit.values("production", point, phase, _steps(audit, phase)), plain.out, usable, share[usable])) is not None:
+            component, details["because"] = "attention core", _scaled_words(scale)
     verdict = replace(
         base, state=judged.state, reason=judged.reason, value=float(off.max()), limit=judged.limit, spent=judged.spent, floor=floor, k=gate.k("isolated"),
         component=component, eps=gate.isolated, where=at, rows=count, got=float(got[b, s, h]), want=float(due[b, s, h]), element=at, details=details,
