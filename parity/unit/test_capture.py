@@ -494,14 +494,20 @@ def test_a_fork_writes_nothing_and_a_worker_forked_before_the_first_pass_capture
     assert not Trace.load(tmp_path / "t").fired("norm")
 
 
-def test_two_processes_of_one_setting_do_not_write_over_each_other(tmp_path, capsys):
+def test_two_processes_of_one_setting_do_not_write_over_each_other(tmp_path, monkeypatch, capsys):
     assert capture.start(tmp_path / "t")
-    (tmp_path / "t").mkdir(exist_ok=True)
-    (tmp_path / "t" / "manifest.json").write_text("theirs")
-    capture.begin("prefill", tokens=[[1, 2]])
+    made = Path.mkdir
+
+    def also_theirs(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        (self / "manifest.json").write_text("theirs")  # between the look and the claim
+
+    with monkeypatch.context() as race:
+        race.setattr(Path, "mkdir", also_theirs)
+        capture.begin("prefill", tokens=[[1, 2]])
     capture.stop()
     assert (tmp_path / "t" / "manifest.json").read_text() == "theirs"
-    assert "is not empty" in capsys.readouterr().err
+    assert "is another process's" in capsys.readouterr().err
 
 
 # ---- what is read ----
