@@ -398,7 +398,7 @@ class Audit:
             if step in (0, self.plan.steps - 1) or (step + 1) % 10 == 0:
                 spent = time.perf_counter() - began
                 left = spent / (step + 1) * (self.plan.steps - step - 1)
-                self.say(f"decode: step {step + 1} of {self.plan.steps}, {spent:.0f} s, about {left:.0f} s left" + (f"; reference of {cached} steps from the cache" if cached else ""))
+                self.say(f"decode: step {step + 1} of {self.plan.steps}, {spent:.0f} s" + (f", about {left:.0f} s for the other steps" if left else "") + (f"; reference of {cached} steps from the cache" if cached else ""))
 
     # ---- the reference's side of a pass: computed, or as an earlier run of the same code on the same tokens and choices left it ----
 

@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 import torch
 
-from parity import device_witness, evaluate, foreign, generic, outsider, planted, policy, score, selection, stored, terminal
+from parity import device_witness, evaluate, foreign, generic, outsider, pace, planted, policy, score, selection, stored, terminal
 from parity.attribution import first_divergence, operations_behind
 from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
 from parity.cache import ReferenceCache, cache_folder, checkpoint_facts, code_hash, machine_facts
@@ -265,6 +265,7 @@ def configure(config: pytest.Config) -> None:
     config.stash[RUN] = run
     config.option.continue_on_collection_errors = True  # a production that cannot be imported is judged, not a reason to stop
     run.progress = terminal.Progress(config, terminal.quiet(config))
+    run.progress.size = (sum(len(prompt.ids) for prompt in run.prompts), run.steps, max(run.layers, default=-1) + 1 or pace.LAYERS)
     if threading.current_thread() is threading.main_thread():  # a run that is told to stop still closes its ledger and lets go
         run.on_terminate, run.on_interrupt = (signal.signal(number, run.told_to_stop) for number in (signal.SIGTERM, signal.SIGINT))
 

@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 
-from parity import selection
+from parity import pace, selection
 from probes.core.records import Record, State, Summary, Verdict, accepted
 from probes.core.wording import at_step, closest, first_step, named, plural, when
 
 SPELLED_OUT = 10  # failures that are told in full, by this module and by pytest
 EVERY_SECONDS = 30.0  # of plain lines, unless a tenth of the tests takes longer
 REDRAW_SECONDS = 0.1
-ENOUGH, RECENT = 20, 200  # tests whose speed says how long the rest takes
+ENOUGH = 20  # tests before the rest is said to take so and so long
 
 
 # ---- the closing table ----
@@ -173,7 +173,9 @@ class Progress:
         self.drawn = self.over = False
         self.drawn_at = self.told_at = self.began = time.perf_counter()
         self.told_done = 0
-        self.recent: list[float] = []
+        self.size = (pace.TOKENS, pace.STEPS, pace.LAYERS)
+        self.pace: pace.Pace | None = None
+        self.spent: dict[str, float] = {}
 
     def begin(self) -> None:
         """Once pytest's own terminal is there."""
@@ -223,8 +225,8 @@ class Progress:
     def status(self) -> str:
         """Tests judged, red, time left, and what a long one is doing."""
         words = [f"{self.done} of {self.total} gates' tests" if self.total else "starting", *([f"{self.red} red"] if self.red else []), f"{left(time.perf_counter() - self.began)}"]
-        if len(self.recent) >= ENOUGH and self.done < self.total and not self.stage:
-            words.append(f"about {left(sum(self.recent) / len(self.recent) * (self.total - self.done))} left")
+        if self.pace is not None and ENOUGH <= self.done < self.total and not self.stage:
+            words.append(f"about {left(self.pace.left())} left")
         return ", ".join(words) + (f" | {self.stage}" if self.stage else "")
 
     @contextlib.contextmanager
@@ -259,14 +261,17 @@ class Progress:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.total = len(session.items)
+        self.pace = pace.Pace(session.items, *self.size)
         self.began = self.told_at = time.perf_counter()
 
     def pytest_runtest_logstart(self) -> None:
         if self.config.getoption("capture") == "no":
             self.clear()  # what a test prints starts at the left
 
-    def pytest_runtest_logfinish(self) -> None:
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self.done += 1
+        if self.pace is not None:
+            self.pace.took(nodeid, self.spent.pop(nodeid, 0.0))
         self.stage = ""
         if self.verbosity != 0:
             return
@@ -279,8 +284,7 @@ class Progress:
             self.line(self.status())
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.duration < 1:  # a model's run has its own countdown
-            self.recent = [*self.recent[1 - RECENT :], report.duration]
+        self.spent[report.nodeid] = self.spent.get(report.nodeid, 0.0) + report.duration
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -124,7 +125,7 @@ def begun(tty, monkeypatch, term="xterm", verbosity=0, total=400):
 @pytest.mark.parametrize(("tty", "term", "live"), [(True, "xterm", True), (True, "dumb", False), (False, "xterm", False)])
 def test_a_live_line_only_where_a_terminal_can_draw_one(tty, term, live, monkeypatch):
     progress = begun(tty, monkeypatch, term)
-    progress.say("decode: step 1 of 130, 1 s, about 129 s left, and much more than fits into a line of sixty columns")
+    progress.say("decode: step 1 of 130, 1 s, about 129 s for the other steps, and much more than fits into a line of sixty columns")
     written = progress.reporter.written
     assert written.startswith("\r\x1b[2K") == live
     assert ("\n" in written) == (not live)
@@ -135,11 +136,12 @@ def test_a_log_gets_few_lines_with_time_left(monkeypatch):
     progress = begun(False, monkeypatch)
     clock = [1000.0]
     monkeypatch.setattr("parity.terminal.time.perf_counter", lambda: clock[0])
-    progress.began = progress.told_at = clock[0]
-    for _ in range(400):
+    items = [SimpleNamespace(nodeid=f"parity/test_x.py::test_x[{n}]") for n in range(400)]
+    progress.pytest_collection_finish(SimpleNamespace(items=items))
+    for item in items:
         clock[0] += 0.1
-        progress.recent = [*progress.recent, 0.1]
-        progress.pytest_runtest_logfinish()
+        progress.pytest_runtest_logreport(SimpleNamespace(nodeid=item.nodeid, duration=0.1))
+        progress.pytest_runtest_logfinish(item.nodeid)
     lines = progress.reporter.written.strip().splitlines()
     assert 4 <= len(lines) <= 10
     assert re.fullmatch(r"  \d+ of 400 gates' tests, \d+ s, about \d+ s left", "  " + lines[0].strip())
@@ -187,7 +189,7 @@ def test_quiet_runs_say_nothing_on_the_way(verbosity, monkeypatch):
     progress = begun(True, monkeypatch, verbosity=verbosity)
     progress.say("prefill")
     progress.turned_red(RED, False)
-    progress.pytest_runtest_logfinish()
+    progress.pytest_runtest_logfinish("parity/test_x.py::test_x")
     assert progress.reporter.written == ""
 
 
