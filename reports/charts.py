@@ -129,18 +129,18 @@ def has_place(value: float, log: bool) -> bool:
 
 
 def decades(low: float, high: float) -> tuple[float, float, list[tuple[float, str]]]:
-    """Log10 bounds around [low, high], and ticks at 1, 2, 5 of every decade (decades only where they are many)."""
+    """Log10 bounds around [low, high], and ticks at 1, 2, 5 of every decade (decades only where they are many); at least two of them."""
     lo, hi = math.log10(low), math.log10(high)
     middle, half = (lo + hi) / 2, max((hi - lo) / 2 * 1.12, 0.15)  # never so narrow that noise looks like growth
     lo, hi = middle - half, middle + half
+    round_ones = [(math.log10(m) + d, power(d, m)) for d in range(math.floor(lo) - 1, math.ceil(hi) + 1) for m in (1, 2, 5)]
+    inside = [t for t, _ in round_ones if lo <= t <= hi]
+    if len(inside) < 2:  # so narrow that the axis is stretched to the next round number, or to one at either end
+        below, above = max(t for t, _ in round_ones if t < lo), min(t for t, _ in round_ones if t > hi)
+        lo, hi = (below if not inside or lo - below <= above - hi else lo), (above if not inside or above - hi < lo - below else hi)
     found = range(math.floor(lo), math.ceil(hi) + 1)
     stride = max(1, math.ceil(len(found) / 7))
-    if hi - lo > 2.5:
-        ticks = [(float(d), power(d)) for d in found if d % stride == 0]
-    elif hi - lo < 0.35:  # no 1, 2 or 5 need lie in so narrow a range
-        ticks = [(t, f"{10**t:.3g}") for t in (middle - half / 2, middle, middle + half / 2)]
-    else:
-        ticks = [(math.log10(m) + d, power(d, m)) for d in found for m in (1, 2, 5)]
+    ticks = [(float(d), power(d)) for d in found if d % stride == 0] if hi - lo > 2.5 else round_ones
     return lo, hi, [(t, text) for t, text in ticks if lo <= t <= hi]
 
 
@@ -217,7 +217,7 @@ def line_chart(
         lo, hi, ticks = decades(min(inside), max(inside))
     else:
         lo, hi = min(inside), max(inside)
-        room = (hi - lo or abs(hi) or 1.0) * 0.06
+        room = (hi - lo or abs(hi) or 1.0) * 0.06 or 1.0  # of the smallest numbers there is no part
         lo, hi = lo - room, hi + room
         ticks = [(t, f"{t:g}") for t in even_ticks(lo, hi)]
     across = max(xs[-1] - xs[0], 1)

@@ -17,6 +17,7 @@ from reports import charts, names, words
 from reports.charts import PRODUCTION, REFERENCE, Chart, KeyMap, Limit, Line
 
 TABLE_ROWS = 500  # of a measurement; the run file has the rest
+LINE, TEXT = 156, 30  # characters of a table's line in a window of 1280, and of a column of text
 PHASES = ("prefill", "decode")
 KINDS = ("window", "csa", "hca", "logits")
 RECALL_REQUIRED = 0.997
@@ -29,11 +30,30 @@ SHOWN = {
 
 @dataclass(frozen=True)
 class Table:
-    """Columns and rows of text; left_out rows are only in the run file."""
+    """Columns and rows of text; left_out rows are only in the run file; the first `lead` columns say what a row is about."""
 
     columns: list[str]
     rows: list[list[str]]
     left_out: int = 0
+    lead: int = 0
+
+    @property
+    def parts(self) -> list[tuple[list[int], list[int]]]:
+        """Places of columns that stand beside each other, the leading ones in front of every part: nothing lies beside the frame."""
+        widths = [_characters(title, [row[i] for row in self.rows]) for i, title in enumerate(self.columns)]
+        lead = list(range(self.lead))
+        free = LINE - sum(widths[: self.lead])
+        parts: list[list[int]] = [[]]
+        for i in range(self.lead, len(self.columns)):
+            if parts[-1] and sum(widths[j] for j in parts[-1]) + widths[i] > free:
+                parts.append([])
+            parts[-1].append(i)
+        return [(lead, part) for part in parts]
+
+
+def _characters(title: str, cells: list[str]) -> int:
+    """Room that a column takes, in characters: words of its title break, numbers do not, texts take several lines."""
+    return max([len(word) for word in title.split()] + [min(len(cell), TEXT) for cell in cells] + [3]) + 3
 
 
 @dataclass(frozen=True)
@@ -77,7 +97,7 @@ def sections(measurements: list[Measurement], header: Header) -> dict[str, Any]:
         "sinkhorn": found.table("sinkhorn", without=("point",)), "sinkhorn_charts": sinkhorn_charts(found),
         "visible": found.table("visible", without=("point",)), "queries": queries(found), "undrawn": sum(not drawable(m.values) for m in found.of("visible query")),
         "mass": found.table("attention mass", without=("point",)), "sink_merge": found.table("sink merge"),
-        "recall": found.table("recall", without=("point", "score_typical", "noise_typical")), "recall_charts": recall_charts(found),
+        "recall": found.table("recall", without=("point", "score_typical", "noise_typical")), "recall_charts": recall_charts(found), "recall_nothing": recall_nothing(found),
         "choices": found.table("choices", without=("point", *(f"{c}_{k}_isolated" for c in ("entries", "experts") for k in ("largest_margin", "noise")))),
         "logits": found.table("logits", without=("point",)), "logits_charts": logits_charts(found), "flips": flips(found), "greedy": greedy_of(found),
         "self_parity": found.table("self_parity", without=("point",)), "observer": found.table("observer"),
@@ -106,7 +126,8 @@ class Found:
         rows = [
             [words.number(getattr(m, f)) for f in fixed] + [words.cut(words.anything(m.values.get(k)), 400) for k in keys] for m in found[:TABLE_ROWS]
         ]
-        return Table(fixed + [names.column(name, key) for key in keys], rows, len(found) - len(rows))
+        named = bool(keys) and all(isinstance(m.values.get(keys[0]), str) for m in found)  # a site, a set, a part: it says what the row is about
+        return Table(fixed + [names.column(name, key) for key in keys], rows, len(found) - len(rows), len(fixed) + named)
 
     def largest(self, name: str, key: str, phase: str, at: Callable[[Measurement], int | None], **where: Any) -> dict[int, float]:
         """Largest value of a key by `at`; a NaN stays. where: values that a measurement must have."""
@@ -314,15 +335,35 @@ def queries(found: Found) -> list[Query]:
 # ---- recall ----
 
 
+def _nothing_discarded(m: Measurement) -> bool:
+    """Every query took all that there was: no choice was made, so there is no recall to draw. Its record holds a NaN."""
+    return m.values.get("discarding") == 0
+
+
+def _compared(m: Measurement) -> int | None:
+    return None if _nothing_discarded(m) else m.layer
+
+
+def recall_nothing(found: Found) -> list[str]:
+    """Phases and key sets in which no query had to leave an entry out, in words."""
+    out = []
+    for phase in PHASES:
+        layers = [m for m in found.of("recall", phase) if m.layer is not None]
+        none = sorted({m.layer for m in layers if _nothing_discarded(m) and m.layer is not None})
+        if none:
+            out.append(f"{phase}, {'all judged layers' if len(none) == len({m.layer for m in layers}) else ('layer ' if len(none) == 1 else 'layers ') + words.runs(none)}")
+    return out + [str(m.values.get("set")) for m in found.of("recall") if m.layer is None and _nothing_discarded(m)]
+
+
 def recall_charts(found: Found) -> list[Chart]:
     """Worst query's recall against both oracles: over the run per layer, and on key sets."""
     made = []
     limit = [Limit(RECALL_REQUIRED, "at least", below=True)]
     for phase in PHASES:
         sides = (("same formats, isolated", "worst", "the run, isolated"), ("same formats, free-running", "worst", "the run, free"), ("exact oracle, free-running", "exact_worst", "the run, free"))
-        lines = [Line(name, found.largest("recall", key, phase, _layer, set=which), i, big=i == 0) for i, (name, key, which) in enumerate(sides)]
+        lines = [Line(name, found.largest("recall", key, phase, _compared, set=which), i, big=i == 0) for i, (name, key, which) in enumerate(sides)]
         made.append(charts.line_chart(f"recall of the worst query over the run, {phase}", lines, "layer", "recall", log=False, limits=limit))
-    sets = [m for m in found.of("recall") if m.layer is None]
+    sets = [m for m in found.of("recall") if m.layer is None and not _nothing_discarded(m)]
     labels = {i: str(i + 1) for i in range(len(sets))}
     lines = [Line(name, {i: words.as_number(m.values.get(key)) for i, m in enumerate(sets)}, look, big=look == 0) for look, (name, key) in enumerate((("same formats", "worst"), ("exact oracle", "exact_worst")))]
     said = [f"{i + 1} {m.values.get('set')}{', ' + str(m.values['source']) if m.values.get('source') else ''} ({words.number(m.values.get('keys'))} keys)" for i, m in enumerate(sets)]
@@ -367,7 +408,7 @@ def greedy_of(found: Found) -> list[Greedy]:
     texts = ("reference_text", "production_text", "reference_text_parts", "production_text_parts")
     out = []
     for m in found.of("greedy"):
-        facts = [(k.replace("_", " "), words.cut(words.anything(v), 400)) for k, v in m.values.items() if k not in (*texts, "row")]
+        facts = [(k.replace("_", " "), words.cut(_known(v), 400)) for k, v in m.values.items() if k not in (*texts, "row") and v is not None]
         title = f"batch row {words.number(m.values['row'])}" if "row" in m.values else ""
         sides = []
         for side in ("reference", "production"):
@@ -377,6 +418,13 @@ def greedy_of(found: Found) -> list[Greedy]:
         differs = m.values.get("first_difference") is not None
         out.append(Greedy(title, sides[0], sides[1], differs, facts))
     return out[:20]
+
+
+def _known(value: Any) -> str:
+    """A value in words; what a dictionary does not know is left out."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key.replace('_', ' ')} {words.anything(one)}" for key, one in value.items() if one is not None)
+    return words.anything(value)
 
 
 # ---- memory ----

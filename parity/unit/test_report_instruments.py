@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from parity import gates, measure
@@ -122,6 +122,32 @@ def test_a_missing_value_is_a_gap_and_a_dash_in_the_table():
     assert "a " not in chart.hits[1][2]
 
 
+@pytest.mark.parametrize(("low", "high"), [(3.26, 4.61), (1.0, 1.0), (0.9, 1.1), (2.1e-7, 2.2e-7), (5.1, 9.9), (1.0, 30.0), (1e-9, 1e9), (0.2, 0.5)])
+def test_ticks_of_a_logarithmic_axis_are_round(low, high):
+    lo, hi, ticks = charts.decades(low, high)
+    assert len(ticks) >= 2
+    assert all(lo <= t <= hi for t, _ in ticks)
+    assert all(float(text) == pytest.approx(10**t) and re.fullmatch(r"[0.]*[125]0*(e-?\d+)?", text) for t, text in ticks), ticks
+    assert 10**lo <= low <= high <= 10**hi
+    assert hi - lo < math.log10(high / low) * 1.12 + 0.8, "stretched by no more than two round numbers"
+
+
+def test_recall_is_drawn_where_something_was_left_out_and_a_nan_there_stays_red():
+    found = instruments.Found([Measurement("recall", n, "prefill", None, "p", {"set": "the run, isolated", "discarding": 9 * n, "worst": NAN}) for n in (0, 1)])
+    (chart,) = instruments.recall_charts(found)
+    assert chart.not_finite == ["same formats, isolated, layer 1: NaN"]
+    assert instruments.recall_nothing(found) == ["prefill, layer 0"]
+
+
+def test_a_wide_table_stands_in_parts_that_hold_every_column_once_and_its_leading_ones_in_each():
+    table = instruments.Table(["layer", "site", *(f"value number {n}" for n in range(40))], [["1", "hc_attn", *["0.000123"] * 40]], lead=2)
+    assert len(table.parts) > 2
+    assert all(lead == [0, 1] for lead, _ in table.parts)
+    assert [i for _, part in table.parts for i in part] == list(range(2, 42))
+    assert instruments.Table(["a", "b"], [["1", "2"]]).parts == [([], [0, 1])]
+    assert instruments.Table([], []).parts == [([], [])]
+
+
 def test_nothing_to_draw_is_no_picture():
     assert line_chart("t", [], "layer") is None
     assert line_chart("t", lines_of({}), "layer") is None
@@ -169,6 +195,7 @@ def test_every_look_has_a_mark_of_its_own(look):
     assert charts.mark(look, 10, 10) != charts.mark(look, 10, 10, big=True) or charts.LOOKS[look] == "cross"
 
 
+@example([5e-324], False)
 @given(st.lists(st.one_of(st.none(), st.floats()), max_size=130), st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_no_value_breaks_a_chart(values, log):

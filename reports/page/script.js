@@ -46,12 +46,12 @@
   }
   function made(row) {
     template.innerHTML = row.html;
-    var tr = template.content.firstChild, said = reason(row), wide = tr.lastElementChild, code = tr.querySelector("code.id");
+    var tr = template.content.firstChild, said = reason(row), more = tr.querySelector("td.wide details"), code = tr.querySelector("code.id");
     if (code) { code.textContent = "pytest " + code.textContent + options; code.className = "cmd"; }
     if (said) {
       var line = document.createElement("div");
       line.className = "soft"; line.textContent = "why: " + said.why + " | turned red by: " + said.reds;
-      wide.insertBefore(line, code);
+      more.insertBefore(line, code);
     }
     dress(tr);
     return tr;
@@ -79,16 +79,16 @@
   function draw() {
     var part = document.createDocumentFragment(), shown = order.slice(0, limit);
     if (pinned && shown.indexOf(pinned) < 0) { shown.unshift(pinned); }
-    shown.forEach(function (row) { var tr = made(row); if (row === pinned) { tr.classList.add("hit"); } part.appendChild(tr); });
+    shown.forEach(function (row) { var tr = made(row); if (row === pinned) { tr.classList.add("hit"); tr.querySelector("td.wide details").open = true; } part.appendChild(tr); });
     body.textContent = ""; body.appendChild(part);
     get("f-count").textContent = "showing " + Math.min(limit, order.length) + " of " + order.length + (order.length < rows.length ? " that fit, of " + rows.length : "");
     get("f-more").hidden = limit >= order.length;
     get("f-more").textContent = "show " + Math.min(MORE, order.length - limit) + " more";
   }
-  // On paper: every row that fits the filters and is no pass.
+  // On paper: every failure that fits the filters. What was not run is counted there by reason.
   function paper() {
     var all = order, was = limit;
-    order = all.filter(function (row) { return row.state !== "pass"; }); limit = order.length; draw();
+    order = all.filter(function (row) { return row.state === "fail" || row.state === "waived"; }); limit = order.length; draw();
     order = all; limit = was;
   }
   function clear() { get("f-text").value = ""; picks.forEach(function (p) { p[1].value = ""; }); choose(); }
@@ -110,7 +110,7 @@
 
   // ---- the map ----
 
-  var panel = get("detail"), from = null;
+  var panel = get("detail"), from = null, lead = document.querySelector("a[data-sheet]"), leading = lead ? +lead.dataset.sheet : null;
   function place(td) {
     var heat = td.closest("[data-heat]"), model = heat.dataset.heat === "model", name = td.parentNode.cells[0].textContent, top = heat.tHead.rows[0].cells[td.cellIndex].textContent;
     return model ? { phase: top, layer: "", point: name } : { phase: heat.dataset.heat, layer: top, point: "layers." + top + "." + name, name: name };
@@ -120,7 +120,8 @@
     get("detail-title").textContent = (at.layer === "" ? "" : "layer " + at.layer + " ") + (at.name || at.point) + ", " + at.phase + ": " + td.textContent;
     get("detail-note").textContent = (found.length === 1 ? "1 gate" : found.length + " gates") + (td.title ? ". " + td.title : "");
     var target = get("detail-rows"); target.textContent = "";
-    found.forEach(function (row) { var tr = made(row); tr.removeAttribute("id"); target.appendChild(tr); });
+    found = found.filter(function (row) { return row.place === leading; }).concat(found.filter(function (row) { return row.place !== leading; }));
+    found.forEach(function (row) { var tr = made(row); tr.removeAttribute("id"); tr.querySelector("td.wide details").open = true; target.appendChild(tr); });
     list(document.querySelectorAll(".c.picked")).forEach(function (c) { c.classList.remove("picked"); });
     td.classList.add("picked"); from = td; panel.hidden = false; panel.scrollTop = 0;
     td.scrollIntoView({ block: "nearest", inline: "nearest" });
@@ -166,12 +167,19 @@
 
   // ---- addresses, copying ----
 
+  // The cell of the map that a row stands in, where it has one.
+  function cell(row) {
+    return list(document.querySelectorAll("[data-heat] td.c[id]")).filter(function (td) { var at = place(td); return (byCell[at.phase + "|" + at.layer + "|" + at.point] || []).indexOf(row) >= 0; })[0];
+  }
   function arrive() {
     var hash = decodeURIComponent(location.hash.slice(1)), td = hash.indexOf("cell-") === 0 && get(hash), row = /^v\d+$/.test(hash) && byPlace[hash.slice(1)], at, shut;
     if (td) {
       for (shut = td.closest("details"); shut; shut = shut.parentNode.closest("details")) { shut.open = true; }
       open(td, false);
-    } else if (row) {
+      return;
+    }
+    if (!panel.hidden) { panel.hidden = true; from.classList.remove("picked"); }
+    if (row) {
       pinned = row;
       if (order.indexOf(row) < 0) { clear(); } else { draw(); }
       at = get("v" + row.place); at.tabIndex = -1; at.scrollIntoView({ block: "center" }); at.focus({ preventScroll: true });
@@ -195,7 +203,11 @@
     setTimeout(function () { said.textContent = "the command is " + word; }, 50);  // a change is what is read out
   }
   document.addEventListener("click", function (event) {
-    var button = event.target.closest("button.copy"), link = event.target.closest("a[data-v]"), code, range, done;
+    var button = event.target.closest("button.copy"), link = event.target.closest("a[data-v]"), sheet = event.target.closest("a[data-sheet]"), code, range, done;
+    if (sheet && byPlace[sheet.dataset.sheet] && cell(byPlace[sheet.dataset.sheet])) {
+      event.preventDefault(); code = cell(byPlace[leading]); location.hash = "#" + code.id; open(code, true);
+      return;
+    }
     if (link) { event.preventDefault(); if (location.hash === "#v" + link.dataset.v) { arrive(); } else { location.hash = "#v" + link.dataset.v; } }
     if (!button) { return; }
     code = button.previousElementSibling; range = document.createRange();
