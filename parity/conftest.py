@@ -21,6 +21,7 @@ from parity.selection import Case
 from parity.session import RUN, NotLoadedError, again_options, not_due, run_of
 from probes.core.inputs import Hostile
 from probes.core.records import State, Verdict
+from probes.core.wording import at_step, first_step, when
 from reference.points import VALUES, PointSpec, spec_of
 
 
@@ -114,8 +115,10 @@ def waived(v: Verdict) -> str:
 
 def describe(v: Verdict, options: str = "") -> str:
     """What failed, where, by how much, and how to run it again. options  what the ids depend on, from `again_options`."""
-    at = f"{v.phase or 'single operation'}" + (f" step {v.worst_step}" if v.worst_step is not None else "")
-    lines = [f"{v.point}   {at}   {v.mode}   {v.component}", f"  {v.reason}"]
+    first = first_step(v) if v.phase == "decode" else None
+    step = v.worst_step if first is None else first
+    at = when(v.phase, step, v) or "single operation"
+    lines = [f"{v.point}   {at}   {v.mode}   {v.component}", f"  {at_step(v.reason, v, step)}"]
     if v.element and v.got is not None and v.want is not None:
         lines.append(f"  worst row {v.where}, worst element {v.element}: got {v.got:.6g}, want {v.want:.6g}")
     if v.limit is not None and v.floor is not None and v.k is not None and v.eps is not None:

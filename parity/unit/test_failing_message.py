@@ -70,3 +70,10 @@ def test_flips_beyond_the_margin_say_how_many_and_how_wide() -> None:
     text = describe(evaluate.judge_flips(seen, "prefill"))  # type: ignore[arg-type]
     assert "27 of 40 rows flip beyond the margin; largest margin 3 > 0.04 (twice k 2 x floor 0.01)" in text
     assert "again: pytest" in text
+
+
+def test_the_first_wrong_step_and_the_step_of_the_worst_row_are_both_named():
+    later = dataclasses.replace(red(), phase="decode", step_first=1, step_last=23, worst_step=9, details={"first_step": 1})
+    lines = describe(later).splitlines()
+    assert "   from decode step 1   " in lines[0]
+    assert lines[1].endswith(" at step 9")
