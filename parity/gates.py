@@ -124,14 +124,10 @@ GATES: dict[str, Gate] = {
 UNROUNDED = Gate(2e-5, 2e-4, 5e-6, FP32)
 BF16_ONLY = Gate(1.5e-2, 3e-2, 6e-3, BF16 + "; nothing is rounded to e4m3 or e2m1")
 
-SCORED = Gate(4e-2, 4e-2, 8e-3, "the same keys in FP64; attention logits are rounded to bf16: half a step of a logit of 16 is 3 % of its weight")
-
 
 def gate_of(name: str, policy: Collection[str]) -> Gate:
     """The row of the table for a production that rounds at these points (names of reference/formats.py): cut where it rounds less."""
     gate = GATES[name]
-    if name in ("core.witness", "sink.sum") and "score.bf16" in policy:
-        return SCORED
     if name == "recall" or any(point.endswith((".e4m3", ".e2m1")) for point in policy):
         return gate
     cap = BF16_ONLY if policy else UNROUNDED

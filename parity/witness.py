@@ -103,9 +103,14 @@ def attended(audit: Audit, who: str, layer: int, phase: str) -> Attended:
         q, visible = (audit.values(who, f"{name}.{point}", phase, _steps(audit, phase)) for point in ("q", "visible"))
         keys = _tables(audit, who, layer, _through(phase))
         sink = audit.reference.blocks[layer].attn.attn_sink
-        return attend(q, visible, _positions(audit, phase), keys, sink, c.sliding_window, c.ratio(layer))
+        return attend(q, visible, _positions(audit, phase), keys, sink, c.sliding_window, c.ratio(layer), round_score=_rounding(audit, "score.bf16"), round_weight=_rounding(audit, "softmax.bf16"))
 
     return _remember(audit, ("attended", who, layer, phase), make)  # type: ignore[no-any-return]
+
+
+def _rounding(audit: Audit, name: str) -> Callable[[Tensor], Tensor] | None:
+    """As production rounds there; None: it does not."""
+    return (lambda x: x.bfloat16().to(x.dtype)) if name in audit.production.policy else None
 
 
 def sink_share(audit: Audit, layer: int, phase: str) -> Tensor | None:

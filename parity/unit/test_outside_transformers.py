@@ -109,6 +109,40 @@ def test_bf16_is_green_under_the_policy_that_it_declares() -> None:
     assert "100 %" in otherwise["gate.bf16"]
 
 
+@pytest.mark.parametrize("fault", [False, True], ids=["right", "planted"])
+def test_one_key_of_the_cache_that_is_anothers_is_seen_in_bf16(fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer 1's cached key 10 becomes a copy of key 11 behind prefill: below what BF16 costs attn.core, not below what it costs its own keys."""
+    production = adapter.load(TINY, layers=range(2), max_context=256, dtype="bf16")
+    make = production.model.new_state
+
+    def new_state(batch: int, max_context: int) -> Any:
+        state = make(batch, max_context)
+        held = state["cache"].layers[1]
+        update = held.update
+
+        def spoil(k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+            found = update(k, v, *args, **kwargs)
+            if k.shape[2] > 1:
+                held.keys = held.keys.clone()
+                held.keys[:, :, 10] = held.keys[:, :, 11]
+                held.values = held.keys
+            return found
+
+        held.update = spoil
+        return state
+
+    if fault:
+        monkeypatch.setattr(production.model, "new_state", new_state)
+    model = reference.load(TINY, policy=production.policy, layers=range(2), max_context=256)
+    verdicts, _ = run(production, model, ["medium.txt:0:150"])
+    red = {(v.gate, v.point, v.phase) for v in verdicts if v.state is State.FAIL}
+    assert red == ({("core.witness", "layers.1.attn.core", "decode")} if fault else set())
+    if not fault:
+        worst = {v.gate: max(w.value or 0.0 for w in verdicts if w.gate == v.gate) for v in verdicts if v.gate in ("core.witness", "sink.sum")}
+        assert worst["core.witness"] < 4e-3
+        assert worst["sink.sum"] < 2e-3
+
+
 def test_two_rows_of_equal_lengths_are_green(exact: Any) -> None:
     verdicts, audit = run(adapter.load(TINY, layers=LAYERS, max_context=256), exact, (PROMPT, "long.txt:7:137"), steps=2)
     assert audit.batch == 2

@@ -9,6 +9,7 @@ shared with either. Axes: reference/points.py. Tests: parity/unit/test_attention
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,12 +73,15 @@ def attend(
     ratio: int,
     own: Keys | None = None,
     dtype: torch.dtype = torch.float64,
+    round_score: Callable[[Tensor], Tensor] | None = None,
+    round_weight: Callable[[Tensor], Tensor] | None = None,
 ) -> Attended:
     """softmax(d^-0.5 q k) v over the visible keys, k = v, with exp(sink) in the denominator only. A key read twice counts twice.
 
     q [b, s, h, d], visible [b, s, W + entries] (-1 = none), position [b, s], sink [h]
     own   tables that replace the query's own position and the entry that it completes: a step run on a transplanted state.
           Then only the masses are made, `out` is empty
+    round_score, round_weight   how a model rounds q . k and the score, and the weights that it weighs keys with; masses are of unrounded weights
     """
     table = torch.cat((keys.window, keys.entries), 1)  # [b, n, d]: positions, then entries
     absent = table.isnan().any(-1)  # [b, n]
@@ -88,7 +92,7 @@ def attend(
         here = slice(t, t + step)
         mine = None if own is None else _own_rows(own, position[:, here], ratio)
         parts.append(
-            _attend(q[:, here], visible[:, here], position[:, here], table, absent, keys.window.shape[1], sink, window, ratio, mine)
+            _attend(q[:, here], visible[:, here], position[:, here], table, absent, keys.window.shape[1], sink, window, ratio, mine, round_score, round_weight)
         )
     mass = {name: torch.cat([part.mass[name] for part in parts], 1) for name in PARTS}
     return Attended(torch.cat([p.out for p in parts], 1), mass, torch.cat([p.unstored for p in parts], 1))
@@ -111,7 +115,7 @@ def _pick(table: Tensor, index: Tensor) -> Tensor:
 
 def _attend(
     q: Tensor, visible: Tensor, position: Tensor, table: Tensor, absent: Tensor, positions: int, sink: Tensor, window: int, ratio: int,
-    own: tuple[Tensor, Tensor] | None,
+    own: tuple[Tensor, Tensor] | None, round_score: Callable[[Tensor], Tensor] | None = None, round_weight: Callable[[Tensor], Tensor] | None = None,
 ) -> Attended:  # fmt: skip
     dtype, size = table.dtype, table.shape[1]
     near, lost_near = _counts(visible[..., :window], positions)
@@ -130,7 +134,11 @@ def _attend(
             missing = torch.where(there[..., None], row.isnan().any(-1, keepdim=True), unstored.gather(-1, at))
             unstored = unstored.scatter(-1, at, missing & (count.gather(-1, at) > 0))
     count = count.masked_fill(unstored, 0.0)
-    score = (score * q.shape[-1] ** -0.5).masked_fill(count[:, :, None] == 0, -torch.inf)
+    if round_score is not None:
+        score = round_score(round_score(score) * q.shape[-1] ** -0.5)
+    else:
+        score = score * q.shape[-1] ** -0.5
+    score = score.masked_fill(count[:, :, None] == 0, -torch.inf)
     logit = sink.to(dtype).expand(score.shape[:-1])  # the sink is one more logit
     largest = torch.maximum(score.amax(-1), logit)
     p = torch.where(score == largest[..., None], 1.0, torch.exp(score - largest[..., None])) * count[:, :, None].to(dtype)
@@ -145,7 +153,7 @@ def _attend(
         "pooled": (p[..., positions:] * pooled[:, :, None]).sum(-1),
         "sink": alone / total,
     }
-    out = torch.einsum("bshn,bnd->bshd", p, table) if own is None else q[:, :, :, :0]
+    out = torch.einsum("bshn,bnd->bshd", p if round_weight is None else round_weight(p), table) if own is None else q[:, :, :, :0]
     return Attended(out, mass, unstored.sum(-1) + lost_near + lost_far)
 
 
