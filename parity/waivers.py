@@ -32,12 +32,12 @@ from typing import Any
 from parity import selection
 from parity.attribution import COMPOSED, place
 from parity.gates import BOUNDS, DEVICE, GATES, OPERATIONS
-from probes.core.records import NEVER_WAIVED, Measurement, State, Verdict
+from probes.core.records import NEVER_WAIVED, WAIVER_DAYS, Measurement, State, Verdict
 from probes.core.wording import plural
 from reference.config import InputError, ModelConfig
 from reference.points import LAYER_ROWS, MODEL_POINTS, layer_of, places_of_model
 
-MAX_DAYS = 180
+MAX_DAYS = WAIVER_DAYS
 KEYS = ("gate", "point", "phase", "layers", "mode", "at_most", "reason", "by", "until")
 NEEDED = ("gate", "point", "reason", "by", "until")
 MODES = (*selection.CHAIN_MODES, "operation", "model")

@@ -34,7 +34,7 @@ from probes.core.records import (
     Summary,
     Verdict,
     accepted,
-    ruling,
+    contradictions,
 )
 from reports import compare, heat, instruments, junit, words
 from reports.behind import Behind
@@ -73,7 +73,7 @@ FILLED_BY = {
 
 @dataclass(frozen=True)
 class Run:
-    """The records of one run, by type. waived  places of the failures that a waiver accepts on the day of the run."""
+    """The records of one run, by type. waived  places of the failures that a waiver accepts on the day of the run; against  what contradicts its last line."""
 
     header: Header
     verdicts: list[Verdict]
@@ -83,6 +83,7 @@ class Run:
     mechanisms: list[Mechanism]
     summary: Summary | None
     waived: frozenset[int] = frozenset()
+    against: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def split(records: list[Record]) -> Run:
         kernels=[r for r in records if isinstance(r, Kernel)],
         mechanisms=[r for r in records if isinstance(r, Mechanism)],
         summary=records[-1] if isinstance(records[-1], Summary) else None,
+        against=tuple(contradictions(records)),
     )
 
 
@@ -132,21 +134,15 @@ def outcome_of(run: Run) -> Outcome:
     """The verdict in words. A cut-off run, or a summary that the records contradict, is incomplete whatever it claims."""
     counts, summary = counts_of(run), run.summary
     total, waived = len(run.verdicts), len(run.waived)
+    more = [f"and {words.plural(len(run.against) - 20, 'contradiction')} more"] if len(run.against) > 20 else []
+    against = [*(words.cut(said, 400) for said in run.against[:20]), *more]
     if summary is None:
         seen = f"{words.plural(total, 'gate')} had been judged, {counts[State.FAIL]} of them failed"
-        return Outcome("incomplete", f"the run was cut off: its file has no last line. {seen}.", [], waived)
-    claimed = (summary.passed, summary.failed, summary.not_run, summary.total, summary.waived)
-    counted = (counts[State.PASS], counts[State.FAIL], counts[State.NOT_RUN], total, waived)
+        return Outcome("incomplete", f"the run was cut off: its file has no last line. {seen}.", against, waived)
+    if against:
+        return Outcome("incomplete", "the run's last line contradicts its records, so neither is believed.", against, waived)
+    counted = (counts[State.PASS], counts[State.FAIL], counts[State.NOT_RUN])
     missing = sum(c.observed < c.expected for c in run.coverage)
-    ruled = ruling(counted[0], counted[1], waived, counted[2], missing)
-    if claimed != counted or summary.verdict not in (ruled, "incomplete") or (summary.verdict == "incomplete" and ruled == "fail"):
-        numbers = "passed {}, failed {}, not run {}, total {}, waived {}"
-        return Outcome(
-            "incomplete",
-            "the run's last line contradicts its records, so neither is believed.",
-            [f"last line: {summary.verdict}, {numbers.format(*claimed)}", f"records: {numbers.format(*counted)}, {words.plural(missing, 'tap')} missing"],
-            waived,
-        )
     if summary.verdict == "fail":
         judged = total - counted[2]
         sentence = f"{counted[1]} of {words.plural(judged, 'judged gate')} failed" + (f", {waived} of them waived" if waived else "")
@@ -458,15 +454,20 @@ def not_checked(run: Run) -> list[str]:
 
 def not_shown(run: Run) -> list[str]:
     """Kinds of points that somebody else's production does not show, with the tests that would have judged them."""
-    kinds: dict[str, tuple[set[int], int]] = {}
+    kinds: dict[tuple[str, str, str], tuple[set[int], int]] = {}
     for m in run.measurements:
         if m.name == "not covered":
             name = (m.point or "logits").removeprefix(f"layers.{m.layer}.")
-            layers, tests = kinds.get(name, (set(), 0))
-            kinds[name] = (layers | ({m.layer} if m.layer is not None else set()), tests + int(words.as_number(m.values.get("tests")) or 0))
-    where = {name: f" in {'layer' if len(layers) == 1 else 'layers'} {words.runs(sorted(layers))}" if layers else "" for name, (layers, _) in kinds.items()}
-    shown = [f"production does not show {words.cut(name, 200)}{where[name]}: {words.plural(tests, 'test')} not covered" for name, (_, tests) in list(kinds.items())[:100] if tests]
-    unasked = [words.cut(name, 60) for name, (_, tests) in kinds.items() if not tests]  # of a server's logits nothing else was ever asked
+            key = name, words.anything(m.values.get("where") or ""), words.anything(m.values.get("why") or "")
+            layers, tests = kinds.get(key, (set(), 0))
+            kinds[key] = (layers | ({m.layer} if m.layer is not None else set()), tests + int(words.as_number(m.values.get("tests")) or 0))
+    shown = []
+    for (name, passes, why), (layers, tests) in [(key, found) for key, found in kinds.items() if found[1] or key[2]][:100]:
+        at = f" in {'layer' if len(layers) == 1 else 'layers'} {words.runs(sorted(layers))}" if layers else ""
+        at += f", {passes}" if passes else ""
+        said = f"{words.cut(name, 200)}{at}: {words.cut(why, 300)}: not judged" if why else f"production does not show {words.cut(name, 200)}{at}"
+        shown.append(f"{said}: {words.plural(tests, 'test')} not covered")
+    unasked = [words.cut(name, 60) for (name, _, why), (_, tests) in kinds.items() if not tests and not why]  # of a server's logits nothing else was ever asked
     if unasked:
         few = f"{', '.join(unasked[:3])} and {len(unasked) - 3} other kinds of points" if len(unasked) > 4 else ", ".join(unasked)
         shown.append(f"production does not show {few}, and no test asked for them")

@@ -49,8 +49,11 @@ WAIVER = {"reason": "sums in bf16 until the merge kernel is replaced", "until": 
 
 
 def whole(*records: Record) -> list[Record]:
-    """A header, these, and the summary that they add up to."""
-    run = [header(), *records]
+    """A header that asks for these and no more, the taps of what they judge, these, and the summary that they add up to."""
+    judged = [record for record in records if isinstance(record, Verdict) and record.layer is not None and record.phase is not None]
+    taps = [] if any(isinstance(record, Coverage) for record in records) else [Coverage(str(v.phase), v.layer, v.point, v.mode, 1, 1) for v in judged]
+    layers = sorted({v.layer for v in judged if v.layer is not None})
+    run: list[Record] = [dataclasses.replace(header(), layers=layers, phases=sorted({str(v.phase) for v in judged}), steps=1), *taps, *records]
     return [*run, summarise(run)]
 
 

@@ -29,12 +29,14 @@ from probes.core.records import (
     State,
     Summary,
     Verdict,
+    contradictions,
     from_line,
     hints_of,
     read_run,
     summarise,
     to_line,
     to_wire,
+    unjudged,
     verdicts,
 )
 from probes.core.wording import plural
@@ -302,6 +304,56 @@ def test_a_cut_off_last_line_is_dropped(tmp_path, cut):
 
 
 SMALL = [HEADER, verdict(value=NAN, reason="ü"), verdict(State.FAIL, value=2.0, limit=1.0), Measurement("residual", values={"rms": "inf"}), Kernel("topk", "radix", "cpu", "0", 1)]
+
+
+def test_a_cut_off_record_behind_the_summary_is_no_finished_run(tmp_path):
+    whole = write(tmp_path / "run.jsonl", *SMALL, summarise(SMALL))
+    whole.write_bytes(whole.read_bytes() + b'{"type": "verd')
+    with pytest.raises(RecordError, match="a cut-off record behind the summary"):
+        read_run(whole)
+
+
+WAIVED = {"reason": "known", "until": "2026-03-01", "by": "somebody"}
+JUDGED = {"rows": 4, "value": 0.5, "limit": 1.0, "spent": 0.5}
+RED = {"rows": 4, "value": 5.0, "limit": 1.0, "spent": 5.0, "waiver": WAIVED}
+UNBELIEVABLE: dict[str, tuple[State, dict[str, Any], str]] = {
+    "over its limit": (State.PASS, {**JUDGED, "value": 5.0}, "its value is 5.0, its limit 1.0"), "NaN": (State.PASS, {**JUDGED, "value": NAN}, "its value is nan"),
+    "no value": (State.PASS, {**JUDGED, "value": None}, "its value is not there"), "no limit's worth": (State.PASS, {**JUDGED, "limit": NAN}, "its limit nan"),
+    "spent": (State.PASS, {**JUDGED, "spent": 1.01}, "share of its limit is 1.01"), "NaN spent": (State.PASS, {**JUDGED, "spent": NAN}, "share of its limit is nan"),
+    "no rows": (State.PASS, {**JUDGED, "rows": 0}, "nothing was compared"),
+    "another number": (State.PASS, {**JUDGED, "numbers": [{"number": "norm", "smallest_limit": 2.0, "limit": 1.0, "spent": 2.0}]}, "its norm is 2.0, its limit 1.0"),
+    "another number is NaN": (State.PASS, {**JUDGED, "numbers": [{"number": "norm", "smallest_limit": "nan", "limit": 1.0, "spent": "nan"}]}, "its norm is nan"),
+    "a pass waived": (State.PASS, {**JUDGED, "waiver": WAIVED}, "waived, and no failure"), "not run waived": (State.NOT_RUN, {"waiver": WAIVED}, "waived, and no failure"),
+    "NaN waived": (State.FAIL, {**RED, "value": NAN}, "waived, and what failed is no number"), "nothing waived": (State.FAIL, {**RED, "rows": 0}, "waived, and what failed is no number"),
+    "waived for ever": (State.FAIL, {**RED, "waiver": {**WAIVED, "until": "2999-01-01"}}, "waived until 2999-01-01, more than 180 days"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNBELIEVABLE)
+def test_a_verdict_that_contradicts_itself_is_named_with_the_reason(name):
+    state, facts, said = UNBELIEVABLE[name]
+    (found,) = contradictions([HEADER, verdict(state, **facts)])
+    assert found.startswith("layers.0.attn.q (free): ")
+    assert said in found
+
+
+BELIEVABLE: dict[str, tuple[State, dict[str, Any]]] = {
+    "judged": (State.PASS, JUDGED), "on its limit": (State.PASS, {**JUDGED, "value": 1.0, "spent": 1.0}), "assertions of a test": (State.PASS, {"rows": 1}), "red": (State.FAIL, {**RED, "waiver": None}),
+    "a test that broke": (State.FAIL, {}), "NaN": (State.FAIL, {**RED, "value": NAN, "waiver": None}), "waived": (State.FAIL, RED), "not run": (State.NOT_RUN, {}),
+    "a waiver that had run out": (State.FAIL, {**RED, "value": NAN, "waiver": {**WAIVED, "until": "2025-12-31"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BELIEVABLE)
+def test_a_verdict_that_an_audit_writes_is_believed(name):
+    state, facts = BELIEVABLE[name]
+    assert contradictions([HEADER, verdict(state, **facts)]) == []
+
+
+@pytest.mark.parametrize(("mode", "steps", "expected", "found"), [("free", (0, 3), 4, 0), ("free", (0, 2), 4, 1), ("isolated", (0, 3), 4, 1), ("free", (None, None), 4, 0)])
+def test_a_tap_that_no_gate_judged_at_every_step_is_found(mode, steps, expected, found):
+    judged = verdict(phase="decode", step_first=steps[0], step_last=steps[1])
+    assert len(unjudged([Coverage("decode", 0, "layers.0.attn.q", mode, expected, expected)], [judged])) == found
 
 
 def test_a_file_cut_at_any_byte_is_its_whole_records_and_never_a_finished_run(tmp_path):

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -176,6 +177,40 @@ def test_a_summary_that_the_records_contradict_is_not_believed(lie):
     assert "contradicts its records" in html
 
 
+WITHOUT: dict[str, tuple[str, Callable[[Record], bool]]] = {
+    "coverage": ("no tap is in its coverage", lambda r: not isinstance(r, Coverage)),
+    "decode": ("decode is asked for, and no gate judged it", lambda r: getattr(r, "phase", None) != "decode"),
+    "one layer": ("layer 3 is asked for, and no gate judged it", lambda r: getattr(r, "layer", None) != 3),
+    "one gate": ("decode layers.2.attn.q (free) is in the coverage, and no gate judged all of it", lambda r: not isinstance(r, Verdict) or (r.point, r.mode, r.phase, r.step_first) != ("layers.2.attn.q", "free", "decode", 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_pass_that_leaves_out_what_its_header_asks_for_is_not_believed(name):
+    said, kept = WITHOUT[name]
+    records = [r for r in RUNS["pass"][:-1] if kept(r)]
+    page = Page(report_html([*records, summarise(records)]))
+    assert "the run's last line contradicts its records" in page.words
+    assert said in page.words
+
+
+HEAD, LAST = RUNS["pass"][0], summarise(RUNS["pass"])
+FORGED: dict[str, tuple[str, list[Record]]] = {
+    "a divergence": ("pass, with a first divergence at logits", [*RUNS["pass"][:-1], dataclasses.replace(LAST, first_divergence=Divergence(None, "logits", "prefill", None, True, "x"))]),
+    "missing taps": ("taps missing 7", [*RUNS["pass"][:-1], dataclasses.replace(LAST, coverage_missing=7)]),
+    "two headers": ("2 headers", [HEAD, *RUNS["pass"]]),
+    "two summaries": ("2 summaries", [HEAD, LAST, *RUNS["pass"][1:]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_last_line_that_was_edited_is_not_believed(name):
+    said, records = FORGED[name]
+    page = Page(report_html(records))
+    assert "the run's last line contradicts its records" in page.words
+    assert said in page.words
+
+
 def test_a_missing_tap_turns_a_claimed_pass_into_incomplete():
     records = RUNS["pass"]
     html = report_html([*records[:-1], Coverage("decode", 0, "layers.0.attn.q", "free", 130, 129), records[-1]])
@@ -206,7 +241,7 @@ def test_an_outside_run_names_its_production_its_coverage_and_what_it_does_other
     one = verdict(random.Random(0), "logits", "free", "prefill", None, state=State.PASS, spent=0.5)
     said = "does not round index queries to e2m1: 0 % of 900 values lie on that grid"
     records: list[Record] = [
-        dataclasses.replace(header(), production="somebody's engine", inject=None), one,
+        dataclasses.replace(header(), production="somebody's engine", inject=None, phases=["prefill"]), Coverage("prefill", None, "logits", "free", 1, 1), one,
         Measurement("policy", values={"rounding": "indexer.q.e2m1", "otherwise": said}), Measurement("policy", values={"rounding": "bf16", "otherwise": ""}),
         *(Measurement("not covered", layer=n, point=f"layers.{n}.hc_attn.pre", values={"tests": 12, "first": "a test"}) for n in (0, 1)),
         *(Measurement("not covered", layer=0, point=f"layers.0.{name}", values={"tests": 0, "first": ""}) for name in ("attn.q", "attn.kv", "attn.core", "attn.o", "ffn.out")),
@@ -226,7 +261,7 @@ def test_an_outside_run_names_its_production_its_coverage_and_what_it_does_other
     assert said in page
     assert "recorded none, so it cannot say which code ran" not in page
     assert "No kernel was recorded" not in page
-    ours: list[Record] = [header(), one]
+    ours: list[Record] = [dataclasses.replace(header(), phases=["prefill"], layers=[]), Coverage("prefill", None, "logits", "free", 1, 1), one]
     ours.append(summarise(ours, 1.0, None))
     page = Page(report_html(ours)).words
     assert "production on CUDA kernels against the FP32 reference" in page
@@ -477,7 +512,8 @@ def test_reports_need_no_torch():
 
 
 def judged_run(*verdicts: Verdict, **changes: object) -> list[Record]:
-    records: list[Record] = [header(**changes), Coverage("prefill", 0, "layers.0.attn.q", "free", 1, 1), *verdicts]  # type: ignore[arg-type]
+    of = {"layers": [0], "phases": ["prefill"], **changes}
+    records: list[Record] = [dataclasses.replace(header(), **of), *(Coverage("prefill", 0, point, "free", 1, 1) for point in {v.point for v in verdicts}), *verdicts]  # type: ignore[arg-type]
     return [*records, summarise(records)]
 
 

@@ -1,7 +1,8 @@
 """Records: the only product of a run. Strict JSONL, one frozen dataclass a line; text and HTML are made from them.
 
 The first line is the header, the last the summary. Non-finite numbers travel as the strings "nan", "inf" and "-inf".
-Standard library only: a report renders on a machine without torch. Tests: parity/unit/test_records.py.
+`contradictions` says whether a run's last line is borne out by its records. Standard library only: a report renders on a machine
+without torch. Tests: parity/unit/test_records.py.
 """
 
 from __future__ import annotations
@@ -345,6 +346,7 @@ def from_line(line: str, schema: int = SCHEMA) -> Record:
 # ---- a run ----
 
 NEVER_WAIVED = ("run", "collection")  # production stopped, tests that cannot be imported: nothing was compared
+WAIVER_DAYS = 180  # a waiver ends, and is asked for again
 
 
 def accepted(verdict: Verdict, day: str = "") -> bool:
@@ -395,6 +397,113 @@ def summarise(records: Iterable[Record], seconds: float = 0.0, divergence: Diver
     )  # fmt: skip
 
 
+def _within(value: float | None, limit: float | None) -> bool:
+    """A number is no more than its limit; NaN never is. Without a limit nothing is said."""
+    return limit is None or (value is not None and value <= limit)
+
+
+def _said(value: Any) -> str:
+    return "not there" if value is None else str(to_wire(value))
+
+
+def contradiction(verdict: Verdict, day: str = "") -> str:
+    """What a verdict says against itself; empty where it can be believed. day  of the run, ISO: a waiver is for so many days at most.
+
+    A pass has compared something and every number of it is within its limit. A failure that a waiver accepts is a finite number over its
+    limit: a crash, NaN or an empty comparison is nothing that could be accepted.
+    """
+    if verdict.waiver is not None and verdict.state is not State.FAIL:
+        return "waived, and no failure"
+    if verdict.state is State.PASS:
+        if verdict.rows < 1:
+            return "passed, and nothing was compared"
+        if not _within(verdict.value, verdict.limit):
+            return f"passed, and its value is {_said(verdict.value)}, its limit {_said(verdict.limit)}"
+        if verdict.spent is not None and not verdict.spent <= 1:
+            return f"passed, and its share of its limit is {_said(verdict.spent)}"
+        for one in verdict.numbers:
+            value, limit = (_NON_FINITE.get(n, n) if isinstance(n, str) else n for n in (one.get("smallest_limit"), one.get("limit")))
+            if not isinstance(value, int | float) or not isinstance(limit, int | float) or not value <= limit:
+                return f"passed, and its {one.get('number', 'number')} is {_said(value)}, its limit {_said(limit)}"
+    if accepted(verdict, day):
+        if verdict.rows < 1 or verdict.value is None or not math.isfinite(verdict.value):
+            return "waived, and what failed is no number over its limit: nothing was compared, or no number came out"
+        until = str((verdict.waiver or {}).get("until"))
+        if day and (datetime.date.fromisoformat(until) - datetime.date.fromisoformat(day)).days > WAIVER_DAYS:
+            return f"waived until {until}, more than {WAIVER_DAYS} days after the run"
+    return ""
+
+
+def _judged(records: Iterable[Verdict]) -> dict[tuple[str | None, str, str], set[int | None]]:
+    """The cells of phase, point and mode that have a verdict, and which decode steps those cover; None: all of them."""
+    cells: dict[tuple[str | None, str, str], set[int | None]] = {}
+    for v in records:
+        last = v.step_first if v.step_last is None else v.step_last
+        steps: Iterable[int | None] = (None,) if v.step_first is None or last is None else range(v.step_first, min(last, v.step_first + MOST_STEPS) + 1)
+        cells.setdefault((v.phase, v.point, v.mode), set()).update(steps)
+    return cells
+
+
+MOST_STEPS = 1 << 20  # of one verdict, in a file of anybody's
+
+
+def unjudged(cells: Iterable[Coverage], judged: Iterable[Verdict]) -> list[Coverage]:
+    """Cells of the coverage table that no gate judged, or not at all of their steps: their taps fired, and nobody looked."""
+    of = _judged(judged)
+
+    def seen(cell: Coverage) -> bool:
+        steps = of.get((cell.phase, cell.point, cell.mode), set())
+        return None in steps or (bool(steps) and (cell.phase != "decode" or len(steps) >= cell.expected))
+
+    return [cell for cell in cells if not seen(cell)]
+
+
+def _left_out(header: Header, judged: list[Verdict], cells: list[Coverage]) -> list[str]:
+    """What the header asks for and a run that passed says nothing about."""
+    against = [f"{phase} is asked for, and no gate judged it" for phase in header.phases if not any(v.phase == phase for v in judged)]
+    if not cells:
+        against.append("no tap is in its coverage")
+    if not header.production:  # of somebody else's it is known what is shown: `coverage` says how much
+        against += [f"{phase} is asked for, and none of its taps is in the coverage" for phase in header.phases if cells and not any(c.phase == phase for c in cells)]
+        for seen, said in (({v.layer for v in judged}, "no gate judged it"), ({c.layer for c in cells}, "none of its taps is in the coverage")):
+            against += [f"layer {layer} is asked for, and {said}" for layer in header.layers if layer not in seen and (cells or "gate" in said)]
+        steps = max((c.expected for c in cells if c.phase == "decode"), default=header.steps)
+        if steps != header.steps:
+            against.append(f"{header.steps} decode steps are asked for, and {steps} are in the coverage")
+    against += [f"{c.phase} {c.point} ({c.mode}) is in the coverage, and no gate judged all of it" for c in unjudged(cells, judged)]
+    return against
+
+
+def contradictions(records: list[Record]) -> list[str]:
+    """Why a run's last line cannot be believed, one line each; empty where its records bear it out.
+
+    The one check of a verdict after it was written: the audit asks it before it says pass, and so do the report and CI. A run without a
+    last line is cut off, which is another matter; only what its verdicts say of themselves is told.
+    """
+    header = next((r for r in records if isinstance(r, Header)), None)
+    summary = records[-1] if records and isinstance(records[-1], Summary) else None
+    judged, cells = list(verdicts(records)), [r for r in records if isinstance(r, Coverage)]
+    day = "" if header is None else header.started[:10]
+    against: list[str] = []
+    if summary is not None:
+        counted = summarise(records)
+        numbers = "passed {0.passed}, failed {0.failed}, not run {0.not_run}, total {0.total}, waived {0.waived}, near-ties {0.near_ties}, taps missing {0.coverage_missing}"
+        claimed, found = numbers.format(summary), numbers.format(counted)
+        doubt = summary.verdict not in (counted.verdict, "incomplete") or (summary.verdict == "incomplete" and counted.verdict == "fail")
+        if claimed != found or doubt:
+            against += [f"last line: {summary.verdict}, {claimed}", f"records: {counted.verdict}, {found}"]
+        if summary.verdict == "pass" and summary.first_divergence is not None:
+            against.append(f"last line: pass, with a first divergence at {summary.first_divergence.point}")
+        if summary.verdict == "pass" and header is not None:
+            against += _left_out(header, judged, cells)
+    for kind, what in ((Header, "headers, expected one, on the first line"), (Summary, "summaries, expected one, on the last line")):
+        many = sum(isinstance(r, kind) for r in records)
+        if many > 1 or (kind is Summary and many and summary is None):
+            against.append(f"{many} {what}")
+    against += [f"{v.point} ({', '.join(filter(None, [v.phase, v.mode]))}): {said}" for v in judged if (said := contradiction(v, day))]
+    return against
+
+
 class Ledger:
     """Writes a run, one flushed line a record, so that a killed run leaves a readable file.
 
@@ -428,7 +537,8 @@ class Ledger:
 def read_run(path: Path) -> list[Record]:
     """Every record of a run file; a cut-off last line is dropped. Raises RecordError with the line's number.
 
-    A file of an older schema in READS is read as this one.
+    A file of an older schema in READS is read as this one. Nothing is ever written behind the summary: a cut-off record there is no end of
+    a killed run.
     """
     records: list[Record] = []
     schema = SCHEMA
@@ -443,6 +553,8 @@ def read_run(path: Path) -> list[Record]:
                 schema = json.loads(text)["schema"]
         except (RecordError, UnicodeDecodeError) as error:
             if number == len(lines):  # no line break after it: the run was killed while writing
+                if records and isinstance(records[-1], Summary):
+                    raise RecordError(f"{path}:{number}: a cut-off record behind the summary, which is the last line of a run") from None
                 break
             raise RecordError(f"{path}:{number}: {error}") from None
     if not records or not isinstance(records[0], Header):
