@@ -673,8 +673,8 @@ class Audit:
         """Whose stored keys the attention of `isolated`, a twin or the reference reads in decode: the reference's, as its state was transplanted."""
         return "reference"
 
-    def exposes(self, point: str) -> bool:
-        """Whether production can show a point at all; ours shows every one."""
+    def exposes(self, point: str, phase: str = "", steps: tuple[int, int] | None = None) -> bool:
+        """Whether production can show a point at all, or (with a phase) in these passes of it; ours shows every one."""
         return True
 
     def gate(self, name: str) -> Gate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from parity.audit import Floor
 from parity.evaluate import judge_values
 from parity.foreign import LEFT_OUT
 from parity.gates import OPERATIONS
-from parity.outside import NotExposedError
+from parity.outside import NotExposedError, OutsideAudit
 from parity.selection import Case
-from parity.session import RUN, NotLoadedError, again_options, not_due, run_of
+from parity.session import RUN, NotLoadedError, Run, again_options, not_due, run_of
+from parity.traced import TraceAudit
 from probes.core.inputs import Hostile
 from probes.core.records import State, Verdict
 from probes.core.wording import at_step, first_step, when
@@ -43,11 +45,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cases: list[Case] | None = None
     if "layer_case" in metafunc.fixturenames:
         cases = selection.layer_cases(config, run.layers, run.phases, run.steps)
+        cases = _as_held(run, cases)
         metafunc.parametrize("layer_case", cases, ids=[case.id for case in cases])
     if "model_case" in metafunc.fixturenames:
         cases = selection.model_cases(run.phases, run.steps, alone=bool(run.door) and run.door != "logits")
         if run.door == "logits":
             cases = [case for case in cases if case.point == "logits"]  # nothing else was ever asked of a server
+        cases = _as_held(run, cases)
         metafunc.parametrize("model_case", cases, ids=[case.id for case in cases])
     if "state_case" in metafunc.fixturenames:
         states = selection.state_cases(config, run.layers, run.phases, run.steps)
@@ -70,6 +74,11 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 
     config = ModelConfig.from_dir(run.checkpoint_dir)
     return None if any(config.ratio(layer) for layer in run.layers) else []
+
+
+def _as_held(run: Run, cases: list[Case]) -> list[Case]:
+    """Of a trace, decode steps that are there apart from those that are not."""
+    return run.audit.as_held(cases) if isinstance(run.audit, TraceAudit) else cases
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -135,6 +144,30 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(why)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A gate over the whole of decode, of which a trace holds the first steps only, judges those; that it does not hold the others is told."""
+    run = pyfuncitem.config.stash.get(RUN, None)
+    if run is None or run.outsider is None or not isinstance(run.audit, OutsideAudit) or run.audit.plan.steps < 2 or "phase" not in pyfuncitem.fixturenames:
+        return None
+    test = partial(pyfuncitem.obj, **{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
+    try:
+        test()
+    except NotExposedError as error:
+        steps = error.leading
+        while steps:
+            try:
+                with run.audit.narrowed(steps):
+                    test()
+            except NotExposedError as further:
+                steps = further.leading if further.leading < steps else 0
+            else:
+                run.outsider.not_covered.add(error, pyfuncitem.nodeid)
+                return True
+        raise
+    return True
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """A test that needs what somebody else's production does not show is not covered: no verdict, told in its own list."""
@@ -144,7 +177,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         run = item.config.stash.get(RUN, None)
         if run is None or run.outsider is None:
             raise
-        run.outsider.not_covered.add(error.point, item.nodeid)
+        run.outsider.not_covered.add(error, item.nodeid)
         run.judged.add(item.nodeid)
         pytest.skip(str(error))
 

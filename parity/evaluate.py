@@ -45,7 +45,7 @@ def _judged_case(audit: Audit, case: Case, test_id: str) -> Verdict:
     for side in (who, other):
         fired = audit.fired(side, case.point, case.phase, case.steps)
         if fired < expected:
-            reason = f"tap fired {fired} of {expected} times in {side}"
+            reason = f"tap {case.point} fired {fired} of {expected} times in {side}"
             if audit.crash is not None:
                 reason = f"production stopped in {audit.crash.phase}: {audit.crash.message}"
             return replace(base, state=State.NOT_RUN, reason=audit.stopped or reason)
@@ -313,7 +313,7 @@ def _own_scores(audit: Audit, case: Case, point: str) -> Tensor | None:
     """What production chose by; None where its tap did not fire at every step."""
     who = "isolated" if case.mode == "isolated" else "production"
     expected = 1 if case.steps is None else case.steps[1] - case.steps[0] + 1
-    if not audit.exposes(point):
+    if not audit.exposes(point, case.phase, case.steps):
         return None
     return audit.values(who, point, case.phase, case.steps) if audit.fired(who, point, case.phase, case.steps) == expected else None
 

@@ -11,9 +11,9 @@ Tests: parity/unit/test_outside_transformers.py, parity/unit/test_examples.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,16 +21,23 @@ from torch import Tensor
 
 from parity.audit import KEPT, Audit, Floor, ReferencePass
 from parity.selection import HEAD_POINTS
+from probes.core.measure import ranges_of
 from probes.core.rows import rows_of
+from probes.core.trace import PassKey
 from reference.points import INDICES, layer_of, spec_of
 
 
 class NotExposedError(LookupError):
-    """A gate asked for a point that this production does not show."""
+    """A gate asked for a point that this production does not show, or that it shows so that nobody can use it.
 
-    def __init__(self, point: str) -> None:
-        super().__init__(f"production does not show {point}")
-        self.point = point
+    keys     passes that it was asked for and is not there; empty: it is nowhere
+    why      it was there, and cannot be used: the reason
+    leading  how many of the asked decode steps, from the first one on, have it
+    """
+
+    def __init__(self, point: str, keys: Sequence[PassKey] = (), why: str = "", leading: int = 0) -> None:
+        super().__init__(f"{point}: {why}: not judged" if why else f"production does not show {point}" + (f" in {where_of(keys)}" if keys else ""))
+        self.point, self.keys, self.why, self.leading = point, tuple(keys), why, leading
 
 
 def input_point(layer: int) -> str:
@@ -45,6 +52,7 @@ class OutsideAudit(Audit):
     exposed      points that production can show
     alone        judged layers whose input it shows, each run by the reference on that input
     last         point that the head reads; the head is run on it too, where production shows it
+    refused      (phase, step, point) -> why what production showed there cannot be used
     """
 
     alone_words = "each layer of the reference on production's input"
@@ -61,10 +69,29 @@ class OutsideAudit(Audit):
         head = HEAD_POINTS if self.last in self.exposed else ()
         self.production_points = tuple(dict.fromkeys([*self.production_points, *([self.last] if head else [])]))
         self.isolated_points = (*(p for p in self.isolated_points if layer_of(p) in self.alone), *head)
+        self.order: list[PassKey] = [("prefill", None), *(("decode", step) for step in range(self.plan.steps))]
+        self.refused: dict[tuple[str, int | None, str], str] = {}
+        self._without: dict[int, PassKey] = {}  # layers whose input was missing, and where first: their state cannot be made from there on
         self._alone_before: dict[int, dict[str, Tensor]] = {}
         self._lenient = False
 
     # ---- what runs ----
+
+    @contextmanager
+    def _record(self, who: str, model: Any, points: tuple[str, ...], phase: str, step: int | None) -> Iterator[None]:
+        """As the audit's; what production showed and nobody can use is taken out again."""
+        try:
+            with super()._record(who, model, points, phase, step):
+                yield
+        finally:
+            if who == "production":
+                for point, why in getattr(model, "refused", {}).items():
+                    self.refused[phase, step, point] = why
+                    self.passes[who, phase, step].passes[phase, step].chunks.pop(point, None)
+
+    def _choices(self, phase: str, step: int | None) -> dict[str, Tensor]:
+        with self.lenient():
+            return super()._choices(phase, step)
 
     def layer_input(self, layer: int, phase: str, step: int | None) -> Tensor:
         """Production's own input of a layer, [b, s, n, D]; nothing said of pads."""
@@ -77,9 +104,12 @@ class OutsideAudit(Audit):
         self.passes["isolated", one.phase, one.step] = shown
         state = self.states.setdefault("alone", self.reference.new_state(self.batch, self.plan.max_context))
         self._alone_before = {n: state.export_layer(n) for n in self.alone}
+        for layer in self.alone:
+            if not shown.fired(input_point(layer), one.phase, one.step):
+                self._without.setdefault(layer, (one.phase, one.step))
         with self._record("alone", self.reference, self.isolated_points, one.phase, one.step):
             for layer in self.alone:
-                if shown.fired(input_point(layer), one.phase, one.step):
+                if layer not in self._without:
                     self._run_alone(self.reference, state, layer, one)
             self._run_head_alone(self.reference, one)
         return True
@@ -103,7 +133,7 @@ class OutsideAudit(Audit):
         state = self.states.setdefault(f"twin{number} alone", twin.new_state(self.batch, self.plan.max_context))
         with self._record("twin", twin, self.isolated_points, one.phase, one.step):
             for layer in self.alone:
-                if self.passes["production", one.phase, one.step].fired(input_point(layer), one.phase, one.step):
+                if layer not in self._without:
                     state.import_layer(layer, self._alone_before[layer])
                     self._run_alone(twin, state, layer, one)
             self._run_head_alone(twin, one)
@@ -142,8 +172,8 @@ class OutsideAudit(Audit):
         """Production reads its own; the reference's side those of its layers alone."""
         return "production" if who == "isolated" else "alone"
 
-    def exposes(self, point: str) -> bool:
-        return point in self.exposed
+    def exposes(self, point: str, phase: str = "", steps: tuple[int, int] | None = None) -> bool:
+        return point in self.exposed and not (phase and any((*key, point) in self.refused for key in self._asked(phase, steps)))
 
     @contextmanager
     def lenient(self) -> Iterator[None]:
@@ -154,9 +184,36 @@ class OutsideAudit(Audit):
         finally:
             self._lenient = before
 
+    def _asked(self, phase: str, steps: tuple[int, int] | None) -> list[PassKey]:
+        return [("prefill", None)] if phase == "prefill" or steps is None else [("decode", step) for step in range(steps[0], steps[1] + 1)]
+
+    def lacks(self, point: str, phase: str, step: int | None) -> str | None:
+        """Why a pass holds nothing usable of a point that production can show: the reason, or empty. None: it is there, or nobody knows yet."""
+        return self.refused.get((phase, step, point))
+
+    def _check_there(self, point: str, asked: Sequence[PassKey], through: bool = False) -> None:
+        """Raises NotExposedError where one of the asked passes lacks a point; through: or any pass before them."""
+        last = self.order.index(asked[-1])
+        looked = self.order[: last + 1] if through else asked
+        missing = [(key, why) for key in looked if (why := self.lacks(point, *key)) is not None]
+        if missing:
+            first, keys = missing[0][0], [key for key, _ in missing] if point in self.exposed else []
+            raise NotExposedError(point, keys, next((why for _, why in missing if why), ""), asked.index(first) if first in asked else 0)
+
     def fired(self, who: str, point: str, phase: str, steps: tuple[int, int] | None) -> int:
         """As the audit's; a point that cannot be had raises NotExposedError."""
-        shown = who not in ("production", "isolated") or point in self.exposed
+        theirs = who in ("production", "isolated")
+        shown = not theirs or point in self.exposed
+        asked = self._asked(phase, steps)
+        if not self._lenient:
+            if theirs:
+                self._check_there(point, asked)
+            if who in ("alone", "isolated"):
+                layer = layer_of(point)
+                if layer is None:
+                    self._check_there(self.last, asked)  # the head has no state: it needs the input of the asked passes only
+                else:
+                    self._check_there(input_point(layer), asked, through=True)
         if who in ("alone", "isolated"):
             layer = layer_of(point)
             if layer is not None and layer not in self.alone:
@@ -167,6 +224,17 @@ class OutsideAudit(Audit):
             raise NotExposedError(point)
         return super().fired(who, point, phase, steps) if shown else 0
 
+    @contextmanager
+    def narrowed(self, steps: int) -> Iterator[None]:
+        """The audit of the first decode steps only: for gates over a whole phase, whose later steps lack what they need."""
+        self.ensure("decode")
+        plan, memo = self.plan, self.memo
+        self.plan, self.memo = replace(plan, steps=steps), memo.setdefault(("narrowed", steps), {})
+        try:
+            yield
+        finally:
+            self.plan, self.memo = plan, memo
+
     def greedy(self) -> Any:
         """Both models continue greedily; a trace cannot."""
         if not getattr(self.production, "continues", True) and not self._lenient:
@@ -174,13 +242,33 @@ class OutsideAudit(Audit):
         return super().greedy()
 
     def coverage_points(self) -> list[tuple[str, str, int | None, str, str]]:
-        """What production shows of what was asked for."""
+        """What production shows of what was asked for, where every pass of the phase can be used."""
         cells = []
         for phase in self.plan.phases:
             cells += [(phase, point, layer_of(point), "free", "production") for point in self.free_points if point in self.exposed]
             cells += [(phase, point, layer_of(point), "isolated", "isolated") for point in self.isolated_points if point in self.exposed]
-        return cells
+        return [cell for cell in cells if self._whole(*cell)]
 
-    def uncovered(self) -> tuple[str, ...]:
-        """Points of the judged layers and of the model that production does not show, in dataflow order."""
-        return tuple(point for point in self.free_points if point not in self.exposed)
+    def _whole(self, phase: str, point: str, layer: int | None, mode: str, who: str) -> bool:
+        try:
+            self.fired(who, point, phase, (0, self.plan.steps - 1))
+        except NotExposedError:
+            return False
+        return True
+
+    def shown_in(self, phase: str) -> list[frozenset[str]]:
+        """Per pass of a phase, which points of the judged layers and the model production showed and can be used; of one that was not run, what it declares."""
+        found = []
+        for key in self.order:
+            if key[0] == phase:
+                trace = self.passes.get(("production", *key))
+                declared = frozenset() if trace is not None or self.crash is not None or self.stopped else self.exposed
+                found.append(frozenset(point for point in self.free_points if point in declared or (trace is not None and trace.fired(point, *key))))
+        return found
+
+
+def where_of(keys: Sequence[PassKey]) -> str:
+    """Passes in words: `prefill and decode steps 2-3, 7`."""
+    steps = [step for _, step in keys if step is not None]
+    said = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges_of(steps))
+    return " and ".join([*(["prefill"] if any(step is None for _, step in keys) else []), *([f"decode {'step' if len(steps) == 1 else 'steps'} {said}"] if steps else [])])

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from parity.logits import Answers, LogitsAudit
-from parity.outside import OutsideAudit
+from parity.outside import NotExposedError, OutsideAudit, where_of
 from parity.traced import TraceAudit, Traced
-from probes.core.records import Measurement
+from probes.core.records import Measurement, Record, State, Verdict
+from probes.core.trace import PassKey
 from probes.core.wording import plural
 from probes.outside import deepseek_v4_transformers
 from probes.outside.logits import Given
@@ -45,7 +46,7 @@ def add_options(group: Any) -> None:
     group.addoption("--reference", default=None, metavar="MODULE:FACTORY", help="another model stands for the reference: --production may be no DeepSeek-V4, and the generic part judges it (parity/generic.py)")
     group.addoption("--dtype", default=None, metavar="fp32|bf16", help="of --production, where it can choose (default: fp32)")
     group.addoption("--logits", default=None, metavar="FILE.jsonl", help="audit what a server said: token ids and log-probabilities, a sequence a line (docs/your-stack.md)")
-    group.addoption("--least-coverage", default=None, metavar="PERCENT", help="with one of these doors: where production shows fewer of the asked points, the verdict is incomplete and the exit code 1")
+    group.addoption("--least-coverage", default=None, metavar="PERCENT", help="with one of these doors: where production shows less of the asked points times passes, the verdict is incomplete and the exit code 1")
     group.addoption("--policy", default=None, metavar="NAME", help=f"where the reference rounds, with one of these doors: {', '.join(NAMED)}, or rounding points with commas (default: what the model or trace declares; --logits: published)")
 
 
@@ -64,16 +65,30 @@ def _give_way(parser: Any, taken: str, instead: str) -> None:
 
 @dataclass
 class NotCovered:
-    """Points that production does not show, with the tests that would have judged them."""
+    """Points that production does not show, with the tests that would have judged them; `why` of those that it shows and nobody can use.
+
+    where   passes that lack a point which others have
+    """
 
     tests: dict[str, list[str]] = field(default_factory=dict)
+    where: dict[str, set[PassKey]] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
 
-    def add(self, point: str, test: str) -> None:
-        self.tests.setdefault(point, []).append(test)
+    def add(self, error: NotExposedError, test: str) -> None:
+        self.tests.setdefault(error.point, []).append(test)
+        self.where.setdefault(error.point, set()).update(error.keys)
+        if error.why:
+            self.why.setdefault(error.point, error.why)
 
     def measurements(self) -> list[Measurement]:
-        """One line a point: how many tests could not judge it."""
-        return [Measurement("not covered", layer=layer_of(point), point=point, values={"tests": len(tests), "first": tests[0] if tests else ""}) for point, tests in self.tests.items()]
+        """One line a point: how many tests could not judge it, in which passes, and why where it is there."""
+        found = []
+        for point, tests in self.tests.items():
+            values: dict[str, Any] = {"tests": len(tests), "first": tests[0] if tests else ""}
+            values |= {"where": where_of(sorted(self.where[point], key=str))} if self.where.get(point) else {}
+            values |= {"why": self.why[point]} if point in self.why else {}
+            found.append(Measurement("not covered", layer=layer_of(point), point=point, values=values))
+        return found
 
 
 @dataclass
@@ -91,34 +106,65 @@ class Outsider:
     not_covered: NotCovered = field(default_factory=NotCovered)
 
     def words(self, audit: OutsideAudit, absent: Sequence[str] = ()) -> str:
-        """How much was covered: full, partial with the count, logits only; and phases of which nothing is shown. absent  those asked that were not run."""
-        phases = {phase: shown_in(audit, phase) for phase in audit.plan.phases}
-        there = [phase for phase in phases if phases[phase] or begun(audit, phase)]
-        missing = "".join(f"; {phase} not shown" for phase in [*(phase for phase in phases if phase not in there), *absent])
+        """Of the points of judged layers and the model, what production showed, in which passes; absent: further phases it holds nothing of."""
+        if isinstance(audit, LogitsAudit):
+            return self.coverage + audit.rows_missing(absent)
+        asked = len(audit.free_points)
+        shown = {phase: audit.shown_in(phase) for phase in audit.plan.phases}
+        missing = "".join(f"; {phase} not shown" for phase in [*(phase for phase in shown if not any(shown[phase])), *absent])
         if self.coverage:
             return self.coverage + missing
-        asked = audit.free_points
-        shown = [point for point in asked if there and all(point in phases[phase] for phase in there)]
-        few = f"; only {shown[0]}" if len(shown) == 1 else ""
-        return f"partial: {len(shown)} of {plural(len(asked), 'point')} shown{few}{missing}" if len(shown) < len(asked) or missing or self.not_covered.tests else "full"
+        sets = {points for phase in shown.values() for points in phase}
+        if len(sets) == 1 and not missing:
+            (points,) = sets
+            few = f"; only {next(iter(points))}" if len(points) == 1 else ""
+            return f"partial: {len(points)} of {plural(asked, 'point')} shown{few}" if len(points) < asked or self.not_covered.tests else "full"
+        if not any(any(phase) for phase in shown.values()):
+            return f"partial: 0 of {plural(asked, 'point')} shown{missing}"
+        said = [_in_phase(phase, passes, f"{asked} points" if number == 0 else str(asked)) for number, (phase, passes) in enumerate((p, s) for p, s in shown.items() if any(s))]
+        return f"partial: {'; '.join(said)}{missing}"
 
     def percent(self, audit: OutsideAudit, absent: Sequence[str] = ()) -> float:
-        """Of the asked points in the asked phases, how many are shown throughout; a phase that is not shown counts as nothing."""
-        asked = len(audit.asked_points if isinstance(audit, LogitsAudit) else audit.free_points) * (len(audit.plan.phases) + len(absent))
-        return 100 * sum(len(shown_in(audit, phase)) for phase in audit.plan.phases) / max(asked, 1)
+        """Of the asked points times the passes of a phase, how many were shown: the mean over the asked phases, one that is not shown counts as nothing."""
+        if isinstance(audit, LogitsAudit):
+            shares = [audit.share_shown(phase) for phase in audit.plan.phases]
+        else:
+            asked = len(audit.free_points)
+            shares = [sum(map(len, passes)) / max(asked * len(passes), 1) for passes in (audit.shown_in(phase) for phase in audit.plan.phases)]
+        return 100 * sum(shares) / max(len(shares) + len(absent), 1)
 
 
-def shown_in(audit: OutsideAudit, phase: str) -> frozenset[str]:
-    """Points that production shows in every pass of a phase."""
-    if isinstance(audit, TraceAudit):
-        keys = [key for key in audit.order if key[0] == phase]
-        return frozenset(point for point in audit.free_points if keys and all(audit.production.holds(point, *key) for key in keys))
-    return frozenset(point for point in audit.free_points if audit.exposes(point))
+def _in_phase(phase: str, passes: Sequence[frozenset[str]], asked: str) -> str:
+    """`14 of 56 points in prefill`, `12 to 14 of 56 in 2 of 4 decode steps`."""
+    counts = sorted(len(points) for points in passes if points)
+    count = f"{counts[0]} of {asked}" if counts[0] == counts[-1] else f"{counts[0]} to {counts[-1]} of {asked}"
+    return f"{count} in " + (phase if phase == "prefill" else plural(len(passes), "decode step") if len(counts) == len(passes) else f"{len(counts)} of {plural(len(passes), 'decode step')}")
 
 
-def begun(audit: OutsideAudit, phase: str) -> bool:
-    """Whether production shows anything in any pass of a phase."""
-    return isinstance(audit, TraceAudit) and any(audit.production.holds(point, *key) for key in audit.order if key[0] == phase for point in audit.free_points)
+def unusable(audit: OutsideAudit) -> str:
+    """Points that production showed and nobody can use, in one line: the first with its reason, and how many more. Empty: none."""
+    order = {point: n for n, point in enumerate(audit.free_points)}
+    found: dict[str, str] = {}
+    for (_, _, point), why in sorted(audit.refused.items(), key=lambda item: (order.get(item[0][2], -1), audit.order.index(item[0][:2]))):
+        found.setdefault(point, why)
+    if not found:
+        return ""
+    first = next(iter(found))
+    return f"{first}: {found[first]}: not judged" + (f"; nor {plural(len(found) - 1, 'more point')} that cannot be used" if len(found) > 1 else "")
+
+
+def over_and_not_judged(records: Sequence[Record]) -> list[str]:
+    """What a measurement of every decode step found over a gate's limit, where no gate says so: a pass cannot stand beside it."""
+    red = [v for v in records if isinstance(v, Verdict) and v.state is State.FAIL and v.phase == "decode"]
+    found = []
+    for m in records:
+        if not isinstance(m, Measurement) or m.name not in ("drift layer", "drift steps") or (m.name == "drift steps" and m.point != "logits"):
+            continue
+        over = m.values.get("first_over")
+        step = over.get("step") if isinstance(over, dict) else over
+        if step is not None and not any(v.point == m.point and (v.step_first or 0) <= step <= (step if v.step_last is None else v.step_last) for v in red):
+            found.append(f"{m.point} is over its limit of {m.values.get('limit')} in decode step {step}, and no gate judged it there")
+    return found
 
 
 def asked(config: pytest.Config) -> str:
@@ -162,6 +208,7 @@ def open_production(name: str, dtype: str | None, checkpoint_dir: Path, layers: 
         with settings.theirs():
             made = factory(checkpoint_dir, **taken)
         model = wrap(made, layers, settings=settings)
+    model.config = ModelConfig.from_dir(checkpoint_dir)
     return Outsider(model.name, model)
 
 

@@ -820,7 +820,7 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     if run.outsider is not None and isinstance(run.audit, OutsideAudit):
         summary = replace(summary, coverage=run.outsider.words(run.audit, run.absent))
     too_little = _too_little(run)
-    beside = [*(outsider.unusable(run.audit) if isinstance(run.audit, OutsideAudit) else []), *outsider.over_and_not_judged(ledger.records)]
+    beside = [*filter(None, [outsider.unusable(run.audit) if isinstance(run.audit, OutsideAudit) else ""]), *outsider.over_and_not_judged(ledger.records)]
     if beside:
         summary = replace(summary, reasons=[*beside, *summary.reasons], verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
     if narrowed:

@@ -1,24 +1,23 @@
 """The audit of a trace: production's values as another process captured them, any part of the points in any part of the passes.
 
-As parity/outside.py, but that a point may be there in some passes only. A test whose passes it does not hold, all of them, raises
-NotExposedError: not covered, never a pass. A layer alone needs its input at every pass from the prompt on, as its state is made of
-them; behind the first pass without, that layer has no isolated side. Copies that ranks hold are judged by parity/test_ranks.py.
+As parity/outside.py, but that a point may be there in some passes only. Decode steps are judged in runs of steps that are all there,
+or all not (`as_held`); a test of steps that are not raises NotExposedError: not covered, never a pass. A layer alone needs its input at
+every pass from the prompt on, as its state is made of them; behind the first pass without, that layer has no isolated side. A gate over
+the whole of decode judges the first steps that have what it needs. Copies that ranks hold are judged by parity/test_ranks.py.
 Tests: parity/unit/test_trace_door.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from parity.audit import ReferencePass
-from parity.outside import NotExposedError, OutsideAudit, input_point
+from parity.outside import OutsideAudit, input_point
+from parity.selection import Case
 from probes.core.inputs import Prompt
-from probes.core.trace import PassKey
 from probes.outside.trace import Opened, Player, open_trace, tokens_of
 from reference.config import InputError, ModelConfig
 from reference.points import layer_of
@@ -33,7 +32,7 @@ class TraceAudit(OutsideAudit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.order: list[PassKey] = [("prefill", None), *(("decode", step) for step in range(self.plan.steps))]
+        self.refused = {key: why for key, why in self.production.unusable.items() if key[2] in self.free_points and key[0] in self.plan.phases}
         self.alone_passes = {n: self._leading(input_point(n)) for n in self.alone}
         self.alone = tuple(n for n in self.alone if self.alone_passes[n])
         self.isolated_points = tuple(p for p in self.isolated_points if layer_of(p) is None or layer_of(p) in self.alone)
@@ -44,47 +43,33 @@ class TraceAudit(OutsideAudit):
                 return number
         return len(self.order)
 
-    def _run_alone(self, model: Any, state: Any, layer: int, one: ReferencePass) -> None:
-        if self.order.index((one.phase, one.step)) < self.alone_passes[layer]:
-            super()._run_alone(model, state, layer, one)
+    def lacks(self, point: str, phase: str, step: int | None) -> str | None:
+        return None if self.production.holds(point, phase, step) else self.production.unusable.get((phase, step, point), "")
 
-    def _choices(self, phase: str, step: int | None) -> dict[str, Tensor]:
-        with self.lenient():
-            return super()._choices(phase, step)
+    def exposes(self, point: str, phase: str = "", steps: tuple[int, int] | None = None) -> bool:
+        return super().exposes(point) and (not phase or all(self.production.holds(point, *key) for key in self._asked(phase, steps)))
 
-    def _asked(self, phase: str, steps: tuple[int, int] | None) -> list[PassKey]:
-        return [("prefill", None)] if phase == "prefill" or steps is None else [("decode", step) for step in range(steps[0], steps[1] + 1)]
+    def as_held(self, cases: Sequence[Case]) -> list[Case]:
+        """Decode cases cut where the trace begins or ceases to hold what they need."""
+        found = []
+        for case in cases:
+            first = None if case.steps is None else case.steps[0]
+            for step in () if case.steps is None else range(case.steps[0] + 1, case.steps[1] + 1):
+                assert first is not None
+                if self._can_judge(case, step) != self._can_judge(case, first):
+                    found.append(replace(case, steps=(first, step - 1)))
+                    first = step
+            found.append(case if case.steps is None or first is None else replace(case, steps=(first, case.steps[1])))
+        return found
 
-    def fired(self, who: str, point: str, phase: str, steps: tuple[int, int] | None) -> int:
-        """As an outside audit's; a point that is missing in one of the asked passes raises NotExposedError."""
-        if not self._lenient:
-            asked = self._asked(phase, steps)
-            if who in ("production", "isolated") and point in self.exposed and not all(self.production.holds(point, *key) for key in asked):
-                raise NotExposedError(point)
-            layer = layer_of(point)
-            if who in ("alone", "isolated") and layer in self.alone_passes and self.order.index(asked[-1]) >= self.alone_passes[layer]:
-                raise NotExposedError(input_point(layer))
-            if who in ("alone", "isolated") and layer is None and not all(self.production.holds(self.last, *key) for key in asked):
-                raise NotExposedError(self.last)  # the head has no state: it needs the input of the asked passes only
-        return super().fired(who, point, phase, steps)
+    def _can_judge(self, case: Case, step: int) -> bool:
+        there = self.production.holds(case.point, "decode", step)
+        if case.mode == "isolated" and case.layer is not None:
+            return there and step + 1 < self.alone_passes.get(case.layer, 0)
+        return there and (case.mode != "isolated" or self.production.holds(self.last, "decode", step))
 
-    def coverage_points(self) -> list[tuple[str, str, int | None, str, str]]:
-        """Cells whose every pass is there."""
-        cells = []
-        for phase, point, layer, mode, who in super().coverage_points():
-            keys = [key for key in self.order if key[0] == phase]
-            there = all(self.production.holds(point, *key) for key in keys)
-            if layer is None:
-                alone = all(self.production.holds(self.last, *key) for key in keys)
-            else:
-                alone = self.order.index(keys[-1]) < self.alone_passes.get(layer, 0)
-            if there and (mode == "free" or alone):
-                cells.append((phase, point, layer, mode, who))
-        return cells
-
-    def uncovered(self) -> tuple[str, ...]:
-        """Points that the trace does not hold in every pass."""
-        return tuple(point for point in self.free_points if not all(self.production.holds(point, *key) for key in self.order if key[0] in self.plan.phases))
+    def shown_in(self, phase: str) -> list[frozenset[str]]:
+        return [frozenset(point for point in self.free_points if self.production.holds(point, *key)) for key in self.order if key[0] == phase]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import ast
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from parity import evaluate, selection
 from parity.attribution import first_divergence
 from parity.audit import TWIN_ORDERS, Plan
 from parity.outside import NotExposedError, OutsideAudit
+from parity.unit.test_session import Shell, last_lines
 from probes.core.inputs import read_prompt
-from probes.core.records import State, Verdict
+from probes.core.records import Measurement, State, Verdict, read_run
 from probes.outside.protocol import accepts, load_factory, wrap
 from reference.config import InputError
 from reference.points import places_of_model
@@ -55,7 +57,7 @@ def test_the_example_engine_is_green_in_prefill_and_over_the_edge_of_its_ring():
     for phase in ("prefill", "decode"):
         for mode in ("free", "isolated"):
             assert {v.layer for v in verdicts if (v.phase, v.mode) == (phase, mode)} >= {0, 1}
-    assert hidden == {f"layers.{n}.{name}" for n in LAYERS for name in ("attn.wo_a", "ffn.routed", "ffn.shared_experts")} == set(audit.uncovered())
+    assert hidden == {f"layers.{n}.{name}" for n in LAYERS for name in ("attn.wo_a", "ffn.routed", "ffn.shared_experts")} == set(audit.free_points) - audit.exposed
 
 
 def test_a_ring_index_that_is_off_by_one_is_found_in_decode_at_the_first_layer_and_named(monkeypatch):
@@ -219,6 +221,58 @@ def test_positions_go_on_from_call_to_call_and_rows_of_other_lengths_are_refused
 
 
 def test_logits_of_another_shape_are_refused():
-    model = wrap(changed(prefill=lambda tokens, state: torch.zeros(1, 5)), LAYERS)
-    with pytest.raises(InputError, match=r"got \[1, 5\], expected \[1, 2, vocab\]"):
+    model = wrap(changed(prefill=lambda tokens, state: torch.zeros(1, 5), decode=lambda tokens, state: torch.zeros(1, 1, 5)), LAYERS)
+    with pytest.raises(InputError, match=r"prefill: logits: got \[1, 5\], expected \[1, 2, vocab\]"):
         model.prefill(torch.tensor([[1, 2]]), model.new_state(1))
+    with pytest.raises(InputError, match=r"decode: logits: got \[1, 1, 5\], expected \[1, vocab\]"):
+        model.decode(torch.tensor([1]), model.new_state(1))
+
+
+# ---- what is shown and cannot be used ----
+
+
+class Careless(small_engine.Adapter):
+    """The example engine by hand: layer 0's q in other axes, and in the prefill layer 1's kv twice and its experts as floats."""
+
+    name, show = "careless engine", None
+    points = small_engine.POINTS | dict.fromkeys(("layers.{layer}.attn.q", "layers.{layer}.attn.kv", "layers.{layer}.ffn.experts"), "")
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        for n, layer in enumerate(engine.stack):
+            layer.attention.ring.register_forward_hook(lambda module, args, output, n=n: self.say(n, *args[:2]))
+            layer.experts.router.register_forward_hook(lambda module, args, output, n=n: self.tell(f"layers.{n}.ffn.experts", output[1].float() if n == 1 and output[1].shape[1] > 1 else output[1]))
+
+    def tell(self, point: str, value: torch.Tensor) -> None:
+        assert self.show is not None
+        self.show(point, value)
+
+    def say(self, n: int, q: torch.Tensor, kv: torch.Tensor) -> None:
+        self.tell(f"layers.{n}.attn.q", q.transpose(1, 2) if n == 0 else q)
+        for _ in range(1 + (n == 1 and kv.shape[1] > 1)):
+            self.tell(f"layers.{n}.attn.kv", kv)
+
+
+def careless(checkpoint_dir, layers):
+    return Careless(small_engine.SmallEngine(checkpoint_dir, list(layers)))
+
+
+def test_what_is_shown_wrongly_is_refused_with_the_reason_and_the_rest_is_judged(tmp_path):
+    shell = Shell(tmp_path)
+    code, out, err = shell("parity/", "--production", "parity.unit.test_examples:careless", "--layers", "0-1", "--prompt", "short.txt:0:20", "--steps", "2")
+    assert code == 1, out + err
+    assert "Traceback" not in out + err
+    verdict, report = last_lines(out)
+    assert verdict.startswith("incomplete (partial: ")
+    assert "layers.0.attn.q: shown as [1, 8, 20, 128], expected [1, 20, 8, 128]: not judged; nor 2 more points that cannot be used" in verdict
+    assert (shell.report / "report.html").is_file()
+    assert report == str(shell.report / "report.html") or report.endswith("report.html")
+    _, verdicts, summary = shell.records()
+    assert (summary.failed, summary.not_run) == (0, 0), [(v.point, v.reason) for v in verdicts if v.state is not State.PASS]
+    judged = {(v.point, v.phase) for v in verdicts}
+    assert {("layers.0.attn.core", "prefill"), ("layers.1.attn.kv", "decode"), ("layers.1.ffn.experts", "decode"), ("layers.1.hc_ffn.X", "decode")} <= judged
+    assert not {("layers.0.attn.q", "prefill"), ("layers.0.attn.q", "decode"), ("layers.1.attn.kv", "prefill"), ("layers.1.ffn.experts", "prefill")} & judged
+    why = {m.point: m.values.get("why") for m in read_run(shell.report / "run.jsonl") if isinstance(m, Measurement) and m.name == "not covered"}
+    assert why["layers.1.attn.kv"] == "shown twice in one call"
+    assert why["layers.1.ffn.experts"] == "shown in float32, expected whole numbers"
+    assert "layers.1.attn.kv: shown twice in one call: not judged" in out

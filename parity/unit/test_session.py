@@ -307,7 +307,7 @@ def test_a_tap_that_never_fires_is_not_run(shell):
     fault = shell.fault("production/attention.py", '        step.emit("attn.core", buf.o)\n', "")
     code, out, _ = shell("parity/test_layers.py", *SMALL, "--phase", "prefill", *fault, "-k", "test_point and attn.")
     assert code == 1
-    assert last_lines(out)[0].startswith("incomplete (tap fired 0 of 1 times")
+    assert last_lines(out)[0].startswith("incomplete (tap layers.0.attn.core fired 0 of 1 times")
     _, verdicts, summary = shell.records()
     assert {v.point for v in verdicts if v.state is not State.PASS} == {"layers.0.attn.core"}
     assert summary.failed == 0

@@ -4,6 +4,7 @@ Captured is this project's own production, as a foreign engine would be: its val
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from probes.core.records import Header, Measurement, Verdict, read_run
+from probes.outside.trace import Player, open_trace
+from reference.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT, STEPS, LAYERS = "medium.txt:0:40", 3, "0-1"
@@ -142,12 +145,115 @@ def test_what_a_trace_does_not_hold_is_not_covered_and_no_pass(captured, tmp_pat
     assert ("layers.0.attn.o", 0, 0) in seen
     assert ("layers.0.attn.q", 0, 0) not in seen  # missing at step 0
     assert ("layers.1.attn.o", 0, 0) in seen
-    assert ("layers.1.attn.o", 1, 2) not in seen  # missing at step 1
+    assert ("layers.1.attn.o", 1, 1) not in seen  # missing at step 1
+    assert ("layers.1.attn.o", 2, 2) in seen  # and there at step 2
     missing = {m.point for m in records if isinstance(m, Measurement) and m.name == "not covered"}
     assert {"layers.0.attn.q", "layers.1.attn.o", "embed"} <= missing
-    assert records[-1].coverage.startswith("partial: ")
-    assert records[-1].coverage.endswith(" points shown; prefill not shown")
-    assert not records[-1].coverage.startswith("partial: 0 of ")  # those that every step holds
+    assert re.fullmatch(r"partial: 2\d to 5\d of 56 points in 3 decode steps; prefill not shown", records[-1].coverage), records[-1].coverage
+
+
+def holding(passes, change=None):
+    """A change that leaves the tensors of these passes only, and then another one."""
+
+    def left(manifest, to):
+        from safetensors.torch import save_file
+
+        for number, one in enumerate(manifest["passes"]):
+            if number not in passes:
+                save_file({}, to / one["file"])
+                one["tensors"] = {}
+        if change is not None:
+            change(manifest, to)
+
+    return left
+
+
+def test_the_steps_that_are_there_are_judged_whatever_the_others_hold(captured, tmp_path):
+    """Steps 0 and 1 of 3 are there, and step 1 is wrong: a group of steps is no reason to look at step 0 only."""
+    trace = broken(captured, tmp_path / "t", holding((0, 1, 2), scaled(2, "layers.1.attn.wo_a", 1.01)))
+    done, records = audit(tmp_path / "r", "--trace", str(trace))
+    assert done.returncode == 1
+    assert records[-1].verdict == "fail"
+    assert re.search(r"partial: (\d+) of 56 points in prefill; \1 of 56 in 2 of 3 decode steps", records[-1].coverage), records[-1].coverage
+    first = records[-1].first_divergence
+    assert (first.point, first.phase, first.step, first.local) == ("layers.1.attn.wo_a", "decode", 1, True)
+    whole = {(v.gate, v.step_last) for v in records if isinstance(v, Verdict) and v.phase == "decode" and v.gate in ("core.witness", "visible.rule")}
+    assert whole == {("core.witness", 1), ("visible.rule", 1)}  # gates over the whole of decode judge what is there too
+    assert [v.rows for v in records if isinstance(v, Verdict) and (v.gate, v.phase) == ("logits.top1", "decode")] == [2]
+    lacking = {m.point: m.values["where"] for m in records if isinstance(m, Measurement) and m.name == "not covered" and "where" in m.values}
+    assert lacking["layers.1.attn.wo_a"] == "decode step 2"
+    assert "production does not show layers.1.attn.wo_a in decode step 2" in done.stdout
+
+
+def shown_otherwise(point, change_of):
+    """Prefill's tensor of a point, stored in another way."""
+
+    def change(manifest, to):
+        from safetensors.torch import load_file, save_file
+
+        one = manifest["passes"][0]
+        held = load_file(to / one["file"])
+        held[point] = change_of(held[point]).contiguous()
+        one["tensors"][point] |= {"shape": list(held[point].shape), "dtype": str(held[point].dtype).removeprefix("torch.")}
+        save_file(held, to / one["file"])
+
+    return change
+
+
+def misspelt(manifest, to):
+    from safetensors.torch import load_file, save_file
+
+    for one in manifest["passes"]:
+        held = load_file(to / one["file"])
+        held["layers.0.attn.cor"] = held.pop("layers.0.attn.core")
+        one["tensors"]["layers.0.attn.cor"] = one["tensors"].pop("layers.0.attn.core") | {"point": "layers.0.attn.cor"}
+        save_file(held, to / one["file"])
+
+
+def twice(manifest, to):
+    from safetensors.torch import load_file, save_file
+
+    one = manifest["passes"][0]
+    held = load_file(to / one["file"])
+    held["layers.0.attn.q#1"] = held["layers.0.attn.q"].clone()
+    one["tensors"]["layers.0.attn.q#1"] = one["tensors"]["layers.0.attn.q"]
+    save_file(held, to / one["file"])
+
+
+@pytest.mark.parametrize(
+    ("change", "point", "said"),
+    [
+        (shown_otherwise("layers.0.attn.q", lambda q: q.transpose(0, 1)), "layers.0.attn.q", "shown as [8, 40, 128] for 40 tokens in 1 row, expected [1, 40, 8, 128]"),
+        (shown_otherwise("layers.0.attn.q", lambda q: q.flatten(1).unflatten(1, (4, -1))), "layers.0.attn.q", "shown as [1, 40, 4, 256], expected [1, 40, 8, 128]"),
+        (shown_otherwise("layers.0.ffn.experts", lambda e: e.float()), "layers.0.ffn.experts", "shown in float32, expected whole numbers"),
+        (misspelt, "layers.0.attn.core", "shown as layers.0.attn.cor, which is no point"),
+        (twice, "layers.0.attn.q", "shown twice in one pass, each time whole"),
+        (lambda m, to: m["passes"][0].update(refused={"layers.0.attn.q": "shard kind 'heads'"}), "layers.0.attn.q", "shard kind 'heads'"),
+    ],
+    ids=["transposed", "heads split otherwise", "float ids", "misspelt", "twice", "refused by capture"],
+)  # fmt: skip
+def test_what_is_there_and_cannot_be_used_is_told_with_its_reason(captured, tmp_path, change, point, said):
+    opened = open_trace(broken(captured, tmp_path / "t", change))
+    player = Player(opened, ModelConfig.from_dir("checkpoints/tiny-dsv4"), range(2))
+    assert {key[2] for key in player.unusable} == {point}
+    assert player.unusable["prefill", None, point] == said
+    assert not player.holds(point, "prefill", None)
+    assert player.holds("layers.0.attn.kv", "prefill", None)
+    assert any(note.startswith(f"not usable: {point} in prefill: {said}") for note in player.notes)
+
+
+def test_what_was_never_there_is_no_reason_to_call_a_trace_incomplete(captured, tmp_path):
+    change = lambda m, to: (shown_otherwise("layers.0.attn.q", lambda q: q)(m, to), m["passes"][1]["unseen"].update({"layers.9.attn.q": "captured in a CUDA graph that was not replayed in this pass"}))  # noqa: E731
+    assert Player(open_trace(broken(captured, tmp_path / "t", change)), ModelConfig.from_dir("checkpoints/tiny-dsv4"), range(2)).unusable == {}
+
+
+@pytest.mark.slow
+def test_what_is_there_and_cannot_be_used_is_never_a_pass(captured, tmp_path):
+    trace = broken(captured, tmp_path / "t", shown_otherwise("layers.0.attn.q", lambda q: q.transpose(0, 1)))
+    done, records = audit(tmp_path / "r", "--trace", str(trace))
+    assert done.returncode == 1
+    assert records[-1].verdict == "incomplete"
+    assert "layers.0.attn.q: shown as [8, 40, 128] for 40 tokens in 1 row, expected [1, 40, 8, 128]: not judged" in done.stdout.splitlines()[-2]
 
 
 @pytest.mark.parametrize(

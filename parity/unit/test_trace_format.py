@@ -29,11 +29,11 @@ def first_format(to):
     return to
 
 
-def captured(to, scale=1.0, names=("embed", "logits")):
+def captured(to, scale=1.0, names=("embed", "logits"), widths=(3, 4)):
     assert capture.start(to)
     capture.begin("prefill", tokens=[[5, 6]])
-    for name, width in zip(names, (3, 4), strict=True):
-        capture.show(name, torch.full((1, 2, width), float(width == 3)) * scale)
+    for name, width in zip(names, widths, strict=True):
+        capture.show(name, torch.full((1, 2, width), float(width == widths[0])) * scale)
     capture.stop()
     return to
 
@@ -78,7 +78,7 @@ def test_names_that_are_no_points_are_told_and_compared_by_diff_only(tmp_path, c
 
 def test_a_model_of_other_depth_is_not_compared_behind_its_layers(tmp_path):
     config = ModelConfig.from_dir("checkpoints/tiny-dsv4")
-    player = Player(open_trace(captured(tmp_path / "a")), config, range(2))
+    player = Player(open_trace(captured(tmp_path / "a", widths=(config.hidden_size, config.vocab_size))), config, range(2))
     assert player.taps.points == ("embed",)
     assert "logits are not compared: its model has 8 layers, here 2 are run" in player.notes
     assert Player(open_trace(tmp_path / "a"), config, range(8)).taps.points == ("embed", "logits")

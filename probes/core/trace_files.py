@@ -396,7 +396,8 @@ def _joined(values: Sequence[Tensor], layout: Layout, kind: str, dims: int | Non
     if pad is not None:
         most = max(value.shape[-1] for value in values)
         values = [torch.nn.functional.pad(value, (0, most - value.shape[-1]), value=pad) for value in values]
-    for axis in (1, 0):
+    flat = dims is not None and all(value.dim() < dims for value in values)  # their second axis counts no tokens
+    for axis in (0,) if flat else (1, 0):
         if all(value.dim() > axis for value in values):
             shapes = {(*value.shape[:axis], *value.shape[axis + 1 :]) for value in values}
             if len(shapes) == 1:

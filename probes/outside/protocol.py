@@ -17,7 +17,8 @@
 
 A value of `points` is the dotted name of a submodule, whose output is the point; or a pair of that name and a function
 `read(call)` that takes the tensor out of a `Call`. `{layer}` in a point or in a name stands for every layer. A model without
-submodules calls `model.show(point, tensor)`, which the audit puts there, wherever it has a value to show.
+submodules calls `model.show(point, tensor)`, which the audit puts there, wherever it has a value to show: once a call, whole, in the
+axes of reference/points.py. What is shown in other axes, as other numbers or twice is refused with the reason, and the rest is judged.
 
 Nothing has to be imported from this project. Hooks are borrowed for the length of a call and returned; so are settings of torch that
 a factory changes (default dtype, matmul precision, threads ...): they hold in its own calls only, and the header names them.
@@ -39,8 +40,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from probes.outside import shapes
 from probes.outside.settings import Settings
-from reference.config import InputError
+from reference.config import InputError, ModelConfig
 from reference.formats import POINTS, Policy
 from reference.points import Taps, spec_of
 
@@ -112,6 +114,8 @@ class Outside:
     policy    rounding points that it declares
     ragged    rows of a batch may differ in length
     settings  of torch, that hold while its own code runs (probes/outside/settings.py)
+    config    of the DeepSeek-V4 that it is: what it shows must have these sizes; None: it is another model, and may show anything
+    refused   point -> why what the last call showed of it cannot be used: what observers were given of it is not to be read
     """
 
     def __init__(self, model: Any, points: Rows, layers: Sequence[int], name: str, policy: frozenset[str], ragged: bool, notes: Sequence[str], any_name: bool = False, settings: Settings | None = None) -> None:
@@ -121,8 +125,10 @@ class Outside:
         self.root: Any = getattr(model, "root", model)
         self._rows = _expanded(points, self.layers, self.root, any_name)
         self.taps = Taps(tuple(row.point for row in self._rows))
-        self._positions: Tensor | None = None
-        self._lengths: dict[int, Tensor] = {}
+        self.config: ModelConfig | None = None
+        self.refused: dict[str, str] = {}
+        self._queries: tuple[int, int] = (0, 0)
+        self._shown: set[str] = set()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -167,19 +173,40 @@ class Outside:
         with self._observed(state.length[:, None]):
             logits = self.model.decode(tokens, state.inner)
         state.length = state.length + 1
-        return self._logits(logits[:, None], torch.Size((tokens.shape[0], 1)))[:, 0]
+        return self._logits(logits, tokens.shape)
 
     def _logits(self, logits: Any, shape: torch.Size) -> Tensor:
-        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != shape:
+        """What prefill ([b, s] tokens) or decode ([b]) returned, checked and shown."""
+        if not isinstance(logits, Tensor) or logits.dim() != len(shape) + 1 or logits.shape[:-1] != shape:
             got = f"{list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-            raise InputError(f"{self.name}: logits of a call of {list(shape)} tokens: got {got}, expected [{shape[0]}, {shape[1]}, vocab]")
+            raise InputError(f"{self.name}: {'prefill' if len(shape) == 2 else 'decode'}: logits: got {got}, expected [{', '.join(map(str, shape))}, vocab]")
         if any(row.point == "logits" and not row.module for row in self._rows):  # else its own row of the table shows them
-            self.taps.emit("logits", logits)
+            self._show("logits", logits if len(shape) == 2 else logits[:, None])
         return logits
+
+    def _show(self, point: str, value: Any) -> None:
+        """Hand a value to the observers, once a call and in the axes of its point; what is not is refused."""
+        if not self.taps.wants(point):
+            return
+        if self.config is None:
+            self.taps.emit(point, value)
+            return
+        if point in self._shown:
+            why = "shown twice in one call"
+        elif not isinstance(value, Tensor):
+            why = f"shown as {type(value).__name__}, expected a tensor"
+        else:
+            why = shapes.wrong(self.config, point, value, *self._queries)
+        self._shown.add(point)
+        if why:
+            self.refused.setdefault(point, why)
+        else:
+            self.taps.emit(point, value)
 
     @contextmanager
     def _observed(self, positions: Tensor) -> Iterator[None]:
         """Hooks on the modules of wanted points, for one call."""
+        self._queries, self._shown, self.refused = (int(positions.shape[0]), int(positions.shape[1])), set(), {}
         wanted = [row for row in self._rows if self.taps.wants(row.point) and row.module]
         by_module: dict[str, list[_Row]] = {}
         for row in wanted:
@@ -191,15 +218,15 @@ class Outside:
                     for row in rows:
                         shown = row.read(Call(module, args, kwargs, output, row.layer, positions))
                         if shown is not None:
-                            self.taps.emit(row.point, shown)
+                            self._show(row.point, shown)
 
                 handle = self.root.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
             borrowed = getattr(self.model, "borrowed", None)
             if borrowed is not None:
-                stack.enter_context(borrowed(self.taps, positions))
+                stack.enter_context(borrowed(_Checked(self), positions))
             if any(not row.module and row.point != "logits" for row in self._rows):
-                stack.enter_context(_shown_by_hand(self.model, self.taps))
+                stack.enter_context(_shown_by_hand(self.model, self._show))
             yield
 
 
@@ -211,12 +238,19 @@ class _Held:
     length: Tensor
 
 
+class _Checked:
+    """Taps whose values are checked on their way."""
+
+    def __init__(self, outside: Outside) -> None:
+        self.points, self.wants, self.emit = outside.taps.points, outside.taps.wants, outside._show
+
+
 @contextmanager
-def _shown_by_hand(model: Any, taps: Taps) -> Iterator[None]:
+def _shown_by_hand(model: Any, show: Callable[[str, Any], None]) -> Iterator[None]:
     """`model.show(point, tensor)` reaches the taps for the length of a call."""
     had = "show" in vars(model)
     before = vars(model).get("show")
-    model.show = taps.emit
+    model.show = show
     try:
         yield
     finally:

@@ -10,7 +10,10 @@ Tests: parity/unit/test_trace_format.py, parity/unit/test_trace_door.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,13 @@ import torch
 from torch import Tensor
 
 from probes.core.trace import DECODE, PREFILL, Pass, Trace
-from probes.core.trace_files import SCHEMA, read_directory, read_manifest
+from probes.core.trace_files import SCHEMA, is_point, read_directory, read_manifest
 from probes.core.wording import plural
+from probes.outside import shapes
 from probes.outside.shards import Checked, put_together
 from reference.config import InputError, ModelConfig
 from reference.formats import Policy
-from reference.points import Taps, layer_of
+from reference.points import LAYER_POINTS, MODEL_POINTS, Taps, layer_of
 
 HOW = 'next: capture.begin("prefill", tokens=...) and capture.begin("decode", step, tokens=...), or "tokens" of the pass in manifest.json'
 
@@ -89,6 +93,29 @@ def _names(trace: Trace) -> list[str]:
     return [f"{plural(len(trace.other), 'name is no point', 'names are no points')} and not compared: {few}"]
 
 
+def _misspelt(trace: Trace, found: frozenset[str]) -> dict[tuple[str, int | None, str], str]:
+    """Names that are no points and all but one that the trace does not hold."""
+    wrong = {}
+    for name in trace.other:
+        layer = layer_of(name) if re.match(r"layers\.\d+\.", name) else None
+        known = [spec.name for spec in MODEL_POINTS] if layer is None else [f"layers.{layer}.{spec.name}" for spec in LAYER_POINTS]
+        near = difflib.get_close_matches(name, [point for point in known if point not in found], n=1, cutoff=0.9)
+        for key, one in trace.passes.items():
+            if near and name in one.chunks:
+                wrong[(*key, near[0])] = f"shown as {name}, which is no point"
+    return wrong
+
+
+def _unusable_notes(unusable: Mapping[tuple[str, int | None, str], str], most: int = 8) -> list[str]:
+    """One line a point."""
+    first: dict[str, str] = {}
+    for (phase, step, name), why in unusable.items():
+        first.setdefault(name, f"not usable: {name} in {phase}" + ("" if step is None else f" step {step}") + f": {why}")
+    passes = Counter(name for _, _, name in unusable)
+    lines = [said + (f"; and in {plural(passes[name] - 1, 'further pass', 'further passes')}" if passes[name] > 1 else "") for name, said in first.items()]
+    return lines[:most] + ([f"and {plural(len(lines) - most, 'more point')} that cannot be used"] if len(lines) > most else [])
+
+
 @dataclass
 class Held:
     """How far a trace was played: decode steps so far."""
@@ -101,6 +128,7 @@ class Player:
 
     prompts    token ids of each row's prompt; steps  decode steps that it holds tokens of; prefill comes first
     shown      (phase, step) -> points of the judged layers and the model that this pass holds, whole
+    unusable   (phase, step, point) -> why what it holds of a point there cannot be used
     """
 
     continues = False
@@ -117,15 +145,32 @@ class Player:
         self.steps = len(self.tokens)
         own = self._runs_whole_model(config)
         every = [name for name in self.trace.points if (layer_of(name) in self.layers if layer_of(name) is not None else own or name == "embed")]
+        self.unusable = {key: why for key, why in self.trace.gaps.items() if key not in self.trace.unseen and is_point(key[2])}
+        for (phase, step, name), why in list(self.unusable.items()):
+            size = self._size(phase, step)
+            if why.startswith("shown as ") and size is not None:
+                self.unusable[phase, step, name] = f"{why}, expected {shapes.as_words(shapes.expected(config, name, *size))}"
+        for (phase, step), one in self.trace.passes.items():
+            for name in [name for name in every if name in one.chunks]:
+                value = self.trace.get(name, phase, step)
+                why = shapes.wrong(config, name, value, int(value.shape[0]), int(value.shape[1]))
+                if why:
+                    self.unusable[phase, step, name] = why
         self.shown: dict[tuple[str, int | None], frozenset[str]] = {
-            key: frozenset(name for name in every if name in one.chunks) for key, one in self.trace.passes.items()
+            key: frozenset(name for name in every if name in one.chunks and (*key, name) not in self.unusable) for key, one in self.trace.passes.items()
         }
         found = frozenset().union(*self.shown.values())
         self.taps = Taps(tuple(name for name in every if name in found))
-        for (phase, step, name), why in list(self.trace.gaps.items())[:8]:
-            self.notes.append(f"not usable: {name} in {phase}" + ("" if step is None else f" step {step}") + f": {why}")
+        self.unusable |= _misspelt(self.trace, found)
+        self.notes += _unusable_notes(self.unusable)
         if not found:
             raise InputError(f"{opened.root}: it holds no point of layers {self.layers[0]} to {self.layers[-1]}; names of points: reference/points.py" + (f"; it holds {', '.join(self.trace.other[:3])}" if self.trace.other else ""))
+
+    def _size(self, phase: str, step: int | None) -> tuple[int, int] | None:
+        """Rows and queries of a pass, where it says them."""
+        one = self.trace.passes.get((phase, step))
+        facts = None if one is None else one.tokens if one.tokens is not None else one.positions
+        return None if facts is None else (int(facts.shape[0]), int(facts.shape[1]))
 
     def _runs_whole_model(self, config: ModelConfig) -> bool:
         """Whether what it shows behind the layers follows the layers that the reference runs."""
