@@ -379,6 +379,7 @@ def off_frame(page: Page) -> list[str]:
               if (lines > 7.2 && !row.querySelector("details[open]")) { out.push(`${name}: a row of ${lines.toFixed(1)} lines: ${row.textContent.trim().slice(0, 40)}`); break; }
             }
           }
+          for (const summary of document.querySelectorAll("figure summary")) { if (getComputedStyle(summary, "::before").content !== "none") { out.push("two marks on one summary: " + summary.textContent); break; } }
           const nav = document.querySelector("nav");
           if (nav.scrollWidth > nav.clientWidth + 1) { out.push(`nav: ${nav.scrollWidth} px in ${nav.clientWidth} px`); }
           return tables > 5 ? out : ["few tables: " + tables];
