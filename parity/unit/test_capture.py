@@ -579,3 +579,17 @@ def test_a_complex_value_is_told_where_it_is_shown_and_where_it_is_read(tmp_path
     for trace in (open_trace(tmp_path / "t").trace, Trace.load(tmp_path / "t")):
         assert not trace.fired("norm")
         assert trace.gaps["prefill", None, "norm"] == "complex64, expected real numbers"
+
+
+def test_what_capture_refuses_is_written_down_where_it_was_shown(tmp_path, capsys):
+    assert capture.start(tmp_path / "t")
+    capture.begin("prefill", tokens=[[5, 6]])
+    capture.show("layers.0.attn.core", torch.ones(1, 2, 8, 128), shard={"kind": "heads"})
+    capture.show("layers.0.attn.q", [1.0])
+    capture.stop()
+    assert set(manifest_of(tmp_path / "t")["passes"][0]["refused"]) == {"layers.0.attn.core", "layers.0.attn.q"}
+    trace = open_trace(tmp_path / "t").trace
+    assert "heads" in trace.gaps["prefill", None, "layers.0.attn.core"]
+    assert trace.gaps["prefill", None, "layers.0.attn.q"] == "list is no tensor"
+    assert trace.unseen == set()
+    assert "layers.0.attn.core" in capsys.readouterr().err

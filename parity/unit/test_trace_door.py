@@ -182,7 +182,7 @@ def test_the_steps_that_are_there_are_judged_whatever_the_others_hold(captured, 
     assert [v.rows for v in records if isinstance(v, Verdict) and (v.gate, v.phase) == ("logits.top1", "decode")] == [2]
     lacking = {m.point: m.values["where"] for m in records if isinstance(m, Measurement) and m.name == "not covered" and "where" in m.values}
     assert lacking["layers.1.attn.wo_a"] == "decode step 2"
-    assert "production does not show layers.1.attn.wo_a in decode step 2" in done.stdout
+    assert "production does not show attn.wo_a in layers 0-1, decode step 2: " in (tmp_path / "r" / "report.html").read_text()
 
 
 def shown_otherwise(point, change_of):
