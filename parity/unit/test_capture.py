@@ -590,6 +590,6 @@ def test_what_capture_refuses_is_written_down_where_it_was_shown(tmp_path, capsy
     assert set(manifest_of(tmp_path / "t")["passes"][0]["refused"]) == {"layers.0.attn.core", "layers.0.attn.q"}
     trace = open_trace(tmp_path / "t").trace
     assert "heads" in trace.gaps["prefill", None, "layers.0.attn.core"]
-    assert trace.gaps["prefill", None, "layers.0.attn.q"] == "list is no tensor"
+    assert "list" in trace.gaps["prefill", None, "layers.0.attn.q"]
     assert trace.unseen == set()
     assert "layers.0.attn.core" in capsys.readouterr().err
