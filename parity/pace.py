@@ -92,6 +92,7 @@ SECONDS = {
     "test_visible.py::test_raw_and_pooled_copies_weigh_the_same": 0.027,
 }
 PRIOR_SECONDS, PRIOR_TESTS = 2.0, 3  # what is measured counts against this much of the table
+RECENT_SECONDS = 6.0  # of the table, until a test's speed counts half: what else a machine does comes and goes
 
 
 @dataclass
@@ -142,8 +143,9 @@ class Pace:
             return
         kind.came += 1
         kind.seconds += seconds
-        self.took_tests += seconds
-        self.expected_tests += kind.expected
+        before = 0.5 ** (kind.expected / RECENT_SECONDS)
+        self.took_tests = before * self.took_tests + seconds
+        self.expected_tests = before * self.expected_tests + kind.expected
 
     def left(self) -> float:
         """Seconds that are still to come."""

@@ -61,6 +61,14 @@ def test_a_test_that_is_new_is_learnt():
     assert 20 < made.left() < 80
 
 
+def test_a_machine_that_becomes_busy_is_noticed():
+    tests = [SimpleNamespace(nodeid=f"parity/{HEAVY}[{n}]") for n in range(60)]
+    made = Pace(tests, pace.TOKENS, pace.STEPS, pace.LAYERS)
+    for n, item in enumerate(tests[:45]):
+        made.took(item.nodeid, SECONDS[HEAVY] * (1 if n < 35 else 3))
+    assert made.left() > 3 * 15 * SECONDS[HEAVY] / 2
+
+
 def test_every_line_names_a_test():
     """A test that is renamed takes its time with it."""
     there = {f"{path.name}::{node.name}" for path in (ROOT / "parity").glob("test_*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)}
