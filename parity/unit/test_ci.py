@@ -248,7 +248,7 @@ LATER = {"phase": "decode", "step_first": 1, "step_last": 23, "worst_step": 9, "
 def test_the_first_step_and_the_step_of_the_number_are_told_apart_everywhere():
     gate = failing(2, point="layers.2.attn.compressor", **LATER)
     free = dataclasses.replace(gate, mode="free", spent=6.6, local=None)
-    run = [header(), free, gate]
+    run: list[Record] = [header(), free, gate]
     first = Divergence(2, gate.point, "decode", 1, True, "compressor", checked=5)
     run.append(summarise(run, divergence=first))
     said = "layer 2, attn.compressor, from decode step 1"
@@ -309,7 +309,7 @@ def test_annotations_and_summary_mark_what_is_behind_the_first_divergence_and_it
     first = failing(2, point="layers.2.attn.compressor", **LATER)
     core = failing(2, **{**LATER, "point": "layers.2.attn.core", "component": "attention core"})
     own = failing(2, **{**LATER, "point": "layers.2.attn.q", "component": "rope"})
-    run = [header(), first, core, own]
+    run: list[Record] = [header(), first, core, own]
     run.append(summarise(run, divergence=Divergence(2, first.point, "decode", 1, True, "compressor")))
     made = annotate(split(run))
     assert [(one.title, one.file) for one in made] == [
@@ -331,7 +331,7 @@ def test_a_run_is_named_by_its_folder_too(run_file, capsys):
 
 def test_the_summary_lists_layers_that_nobody_asked_for_and_says_that_a_part_is_no_answer():
     every = [(phase, layer) for phase in ("prefill", "decode") for layer in range(3)]
-    part = [
+    part: list[Record] = [
         header(3, model={"layers": 8}, steps=1), *(Coverage(phase, layer, f"layers.{layer}.attn.out", "free", 1, 1) for phase, layer in every),
         *(verdict(random.Random(0), f"layers.{layer}.attn.out", "free", phase, layer, (0, 0) if phase == "decode" else None) for phase, layer in every),
     ]  # fmt: skip

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -416,13 +417,13 @@ def part(layers: list[int], run: list[int], phases: tuple[str, ...] = ("prefill"
 
 def test_a_run_of_a_part_is_no_answer_for_the_whole_model_and_lists_what_nobody_asked_for():
     kinds = ["window", "window", "csa", "hca", "csa", "hca", "csa", "hca"]
-    whole = {"model": {"layers": 8, "kinds": kinds}, "device": "cuda"}
+    whole: dict[str, Any] = {"model": {"layers": 8, "kinds": kinds}, "device": "cuda"}
     page = report_html(part([0, 2], [0, 1, 2], **whole))
     for said in ("layer 1: run, because later layers need them, but not judged", "layers 3-7: not asked for, not run; every hca layer among them"):
         assert f"<li>{said}</li>" in page
     assert "Not decided for the whole model: layer 1 and layers 3-7 were not asked for. Nothing that was checked stands against shipping." in page
     assert "Not decided for the whole model: prefill was not asked for." in report_html(part(list(range(8)), list(range(8)), ("decode",), **whole))
-    for model in (whole["model"], {}):  # all of it; a record that does not know how many there are
+    for model in (whole["model"], dict[str, Any]()):  # all of it; a record that does not know how many there are
         page = report_html(part(list(range(8)), list(range(8)), model=model, device="cuda"))
         assert "Nothing that was checked stands against shipping." in page
         assert "Not decided" not in page

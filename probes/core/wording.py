@@ -100,6 +100,6 @@ def closest(verdicts: Iterable[Verdict], shown: int = 10) -> list[tuple[int, int
             alone = v.mode == "operation"
             name = v.point.split("[")[0] if alone else v.point.removeprefix(f"layers.{v.layer}.")
             groups.setdefault((alone, name), []).append((math.inf if math.isnan(v.spent) else v.spent, -index))
-    ranked = [sorted((max(found) + (len(found) - 1,) for (one, _), found in groups.items() if one is alone), reverse=True) for alone in (False, True)]
+    ranked = [sorted(((*max(found), len(found) - 1) for (one, _), found in groups.items() if one is alone), reverse=True) for alone in (False, True)]
     room = max(min(2 * shown // 5, len(ranked[1])), shown - len(ranked[0]))
     return [(-index, more) for _, index, more in [*ranked[0][: shown - min(room, len(ranked[1]))], *ranked[1][:room]]]
