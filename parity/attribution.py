@@ -76,6 +76,7 @@ COMPOSED = ("load", "restore", "stored", "chunking", "checked", "rope", "memory"
 WITNESSED = ("core.witness", "sink.sum", "visible.rule")
 COPIES = "ranks.copies"  # two ranks hold other bits of one tensor: nothing else that is red at that point says more
 SAID_OF_LOGITS = ("logprobs.scale", "logprobs.sum", "logprobs.offset")  # gates that know what was done to all rows alike; the likeliest first
+SETUP = "setup of the tests"  # the point of a failure of pytest or of a plugin: nothing was compared that could diverge
 IN_COMPANY = "alone = in a batch"  # in the point of a check that runs a token with others and alone
 REPLAYED = "self.replayed"  # the gate of steps replayed from a graph beside the same steps launched one by one
 ONLY_REPLAYED = "right launch by launch, wrong when replayed from the graph"
@@ -130,7 +131,7 @@ def first_divergence(records: Sequence[Record], points: Sequence[str], loaded: b
         component = its or component
         because = "; ".join(filter(None, [leads, because, beside, said_by_the_other_device(first, verdicts)]))
         return Divergence(first.layer, first.point, first.phase, step, local, component, because=because)
-    others = [v for v in failed if place(v, order) is None]
+    others = [v for v in failed if place(v, order) is None and v.point != SETUP]
     if others and loaded:
         first = min(others, key=lambda v: _rank(v, order))
         component, because = cause(first, failed)

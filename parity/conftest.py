@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,18 +14,19 @@ import torch
 from torch import Tensor
 
 from parity import gates, generic, selection
+from parity.attribution import SETUP
 from parity.audit import Floor
 from parity.evaluate import judge_values
 from parity.foreign import LEFT_OUT
 from parity.gates import OPERATIONS
 from parity.outside import NotExposedError, OutsideAudit
 from parity.selection import Case
-from parity.session import RUN, NotLoadedError, Run, again_options, not_due, run_of
+from parity.session import ROOT, RUN, NotLoadedError, Run, again_options, asked_for, not_due, run_of, verdict_of
 from parity.traced import TraceAudit
 from probes.core.inputs import Hostile
 from probes.core.records import State, Verdict
 from probes.core.wording import at_step, first_step, when
-from reference.points import VALUES, PointSpec, spec_of
+from reference.points import VALUES, PointSpec
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -67,13 +69,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> list[pytest.Item] | None:
     """A test of compressed layers is not asked for where only window layers are."""
-    run = collector.config.stash.get(RUN, None)
-    if run is None or run.generic or not name.startswith("test_") or not inspect.isfunction(obj) or "compressed_layer" not in inspect.signature(obj).parameters:
-        return None
-    from reference.config import ModelConfig
-
-    config = ModelConfig.from_dir(run.checkpoint_dir)
-    return None if any(config.ratio(layer) for layer in run.layers) else []
+    return [] if name.startswith("test_") and inspect.isfunction(obj) and not asked_for(collector.config, obj) else None
 
 
 def _as_held(run: Run, cases: list[Case]) -> list[Case]:
@@ -191,7 +187,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.longrepr = (str(item.config.rootpath / "parity"), None, run.device_reason)  # type: ignore[assignment]  # one place, so one line
     if run is None or item.nodeid in run.judged:
         return report
-    base = _base(item)
+    base = verdict_of(item)
     if report.passed and report.when == "call":
         run.record(replace(base, rows=1))
     elif not report.passed:
@@ -200,34 +196,18 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         reason = said.splitlines()[0][:300] if said else report.outcome
         if report.skipped or (call.excinfo and call.excinfo.errisinstance(NotLoadedError)):
             run.record(replace(base, state=State.NOT_RUN, reason=reason))
+        elif report.when != "call" and call.excinfo and not _within_the_audit(call.excinfo):
+            reason = f"{report.when} of {item.name} stopped in pytest or a plugin, outside of the audit: {call.excinfo.typename}: {reason}"
+            run.record(replace(base, gate="run", point=SETUP, mode="model", layer=None, phase=None, step_first=None, step_last=None, component="", metric="tests can be run", state=State.FAIL, reason=reason))
         else:
             run.record(replace(base, state=State.FAIL, reason=f"{call.excinfo.typename}: {reason}" if call.excinfo else reason))
     return report
 
 
-def _base(item: pytest.Item) -> Verdict:
-    """What a test without a verdict of its own is recorded as: the point, layer and phase it was asked for, else an operation."""
-    operation = getattr(item, "originalname", item.name)
-    asked = item.callspec.params if hasattr(item, "callspec") else {}
-    case = next((case for case in asked.values() if isinstance(case, Case)), None)
-    if case is not None:
-        first, last = case.steps or (None, None)
-        spec = spec_of(case.point)
-        return Verdict(
-            spec.name, case.point, case.mode, State.PASS, "assertions of the test", layer=case.layer, phase=case.phase, step_first=first, step_last=last,
-            component=spec.component, test_id=item.nodeid,
-        )  # fmt: skip
-    return Verdict(
-        f"operation.{operation.removeprefix('test_')}", item.name, "operation", State.PASS, "assertions of the test", layer=asked.get("layer", asked.get("compressed_layer")), phase=asked.get("phase"),
-        component=_component_of(operation), test_id=item.nodeid,
-    )  # fmt: skip
-
-
-def _component_of(operation: str) -> str:
-    for name, row in OPERATIONS.items():
-        if operation.startswith(f"test_{name}"):
-            return row.component
-    return ""
+def _within_the_audit(error: pytest.ExceptionInfo[BaseException]) -> bool:
+    """Whether code of the audit or of what it audits was at work: a fixture of it failed, and no other plugin's or pytest itself."""
+    rooms = [ROOT / room for room in ("parity", "probes", "production", "reference")]
+    return not isinstance(error.value, pytest.FixtureLookupError) and any(room in Path(entry.path).parents for entry in error.traceback for room in rooms)
 
 
 # ---- single operations ----

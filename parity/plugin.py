@@ -49,9 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _take_over(config: pytest.Config) -> None:
-    """The audit's tests and the ini values that they are written for, in a session of another repository."""
+    """The audit's tests and the ini values that they are written for, in a session of another repository: none of its own ones holds."""
+    for option in ("ignore", "ignore_glob"):
+        if config.getoption(option, None):
+            raise pytest.UsageError(f"--{option.replace('_', '-')} {config.getoption(option)[0]}: not with --parity, whose tests are not in this repository; next: name the files to run, parity/test_layers.py, or leave it out")
     config.args = [_installed(argument) for argument in config.option.file_or_dir] or [str(parity_session.PARITY)]
     config.args_source = pytest.Config.ArgsSource.ARGS
+    _without_ini(config)
     for name, lines in (("markers", MARKERS), ("python_files", ("test_*.py",)), ("python_functions", ("test",)), ("filterwarnings", ("default",))):
         for line in lines:
             config.addinivalue_line(name, line)
@@ -59,6 +63,17 @@ def _take_over(config: pytest.Config) -> None:
         from parity import conftest
 
         config.pluginmanager.register(conftest, "parity.conftest")
+
+
+def _without_ini(config: pytest.Config) -> None:
+    """pytest's and its plugins' defaults for every ini value: usefixtures, norecursedirs, strictness, xfail_strict and whatever comes.
+
+    There is no public way to take a value back. `markers` stay: plugins have added theirs, and a marker changes nothing by itself.
+    """
+    given = config._inicfg if hasattr(config, "_inicfg") else config.inicfg
+    given.clear()
+    for name in [name for name in config._inicache if name != "markers"]:
+        del config._inicache[name]
 
 
 def _installed(argument: str) -> str:
@@ -89,9 +104,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     parity_session.start(session)
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, trylast=True)  # next to pytest's own: before other plugins leave some out
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     report = yield
+    parity_session.offered(collector, report)
     if report.failed:
         parity_session.uncollected(collector, report)
     return report

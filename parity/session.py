@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.metadata
+import inspect
 import math
 import os
 import platform
@@ -28,11 +29,24 @@ from typing import Any
 import pytest
 import torch
 
-from parity import device_witness, evaluate, foreign, generic, outsider, pace, planted, policy, score, selection, stored, terminal
+from parity import (
+    device_witness,
+    evaluate,
+    foreign,
+    generic,
+    outsider,
+    pace,
+    planted,
+    policy,
+    score,
+    selection,
+    stored,
+    terminal,
+)
 from parity.attribution import first_divergence, operations_behind
 from parity.audit import TWIN_ORDERS, Audit, Crash, Plan
 from parity.cache import ReferenceCache, cache_folder, checkpoint_facts, code_hash, machine_facts
-from parity.gates import with_numbers
+from parity.gates import OPERATIONS, with_numbers
 from parity.isolation import REPRO, strength, strengthened, with_repro
 from parity.logits import LogitsAudit
 from parity.measure import measurements
@@ -54,15 +68,17 @@ from probes.core.records import (
     State,
     Summary,
     Verdict,
+    contradictions,
     read_run,
     summarise,
+    unjudged,
     verdicts,
 )
-from probes.core.wording import gate_of, over, plural, when
+from probes.core.wording import gate_of, named, over, plural, when
 from probes.outside.logits import Given, read_logits, steps_of
 from reference.checkpoint import Checkpoint
-from reference.config import InputError
-from reference.points import layer_of, places_of_model
+from reference.config import InputError, ModelConfig
+from reference.points import layer_of, places_of_model, spec_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_CHECKPOINT = ROOT / "checkpoints" / "tiny-dsv4"
@@ -128,6 +144,15 @@ def is_audit(config: pytest.Config) -> bool:
     return not all(_within_unit(path) for path in _asked_paths(config))
 
 
+def asked_for(config: pytest.Config, test: Callable[..., Any]) -> bool:
+    """False for a test of compressed layers where only window layers are asked for."""
+    run = config.stash.get(RUN, None)
+    if run is None or run.generic or "compressed_layer" not in inspect.signature(test).parameters:
+        return True
+    model_config = ModelConfig.from_dir(run.checkpoint_dir)
+    return any(model_config.ratio(layer) for layer in run.layers)
+
+
 def ignore_collect(path: Path, config: pytest.Config) -> bool | None:
     """parity/unit is collected only when it is named."""
     if _within_unit(path) and not any(_within_unit(asked) for asked in _asked_paths(config)):
@@ -187,6 +212,7 @@ class Run:
     started: float = field(default_factory=time.perf_counter)
     judged: set[str] = field(default_factory=set)
     uncollected: list[Verdict] = field(default_factory=list)
+    offered: dict[Path, list[str]] = field(default_factory=dict)  # file -> ids of its tests, before anything is deselected
     on_terminate: Any = None
     devices: list[Any] = field(default_factory=list)
     red: bool = False
@@ -498,6 +524,20 @@ def not_due(item: pytest.Item) -> str:
     return ""
 
 
+def offered(collector: pytest.Collector, report: pytest.CollectReport) -> None:
+    """The tests of a file as they stand in it, before anybody leaves some out; one that pytest took for no test is named too."""
+    run = collector.config.stash.get(RUN, None)
+    if run is None or not isinstance(collector, pytest.Module) or report.skipped:
+        return
+    tests = run.offered.setdefault(collector.path, [])
+    if report.passed:
+        found = [item for item in report.result if isinstance(item, pytest.Item)]
+        names = {getattr(item, "originalname", item.name) for item in found}
+        own = {name: test for name, test in vars(collector.obj).items() if name.startswith("test_") and inspect.isfunction(test) and test.__module__ == collector.obj.__name__}
+        tests += [item.nodeid for item in found]
+        tests += [f"{collector.nodeid}::{name}" for name, test in own.items() if name not in names and asked_for(collector.config, test)]
+
+
 def uncollected(collector: pytest.Collector, report: pytest.CollectReport) -> None:
     """Tests that could not be imported are a failure of the run."""
     run = collector.config.stash.get(RUN, None)
@@ -706,6 +746,7 @@ def header(run: Run) -> Header:
     commit, dirty = git_commit(home(run.config))
     kinds = [config.kind(layer) for layer in range(config.num_hidden_layers)]
     notes = [f"unknown config keys: {', '.join(config.unknown_keys)}"] if config.unknown_keys else []
+    notes += filter(None, [_addopts(run)])
     if run.fault is not None:
         notes.append(f"fault {run.fault.id} is planted in a copy of production: {run.fault.title}")
     if run.profile == "faults":
@@ -735,7 +776,7 @@ def _header_generic(run: Run) -> Header:
     commit, dirty = git_commit(home(run.config))
     audit = run.audit
     floor = audit.no_floor and f"no noise floor: {audit.no_floor}; limits are the table's absolute part"
-    notes = [*filter(None, [f"reference: {audit.reference.name} ({run.config.getoption('reference')})", f"not applicable: {', '.join(generic.NOT_APPLICABLE)}", floor]), *audit.production.notes, *(f"reference: {note}" for note in audit.reference.notes)]
+    notes = [*filter(None, [_addopts(run), f"reference: {audit.reference.name} ({run.config.getoption('reference')})", f"not applicable: {', '.join(generic.NOT_APPLICABLE)}", floor]), *audit.production.notes, *(f"reference: {note}" for note in audit.reference.notes)]
     return Header(
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), command=command_line(run.config), commit=commit, dirty=dirty, environment=environment(run),
         checkpoint="", checkpoint_hash="", model={"layers": len(run.layers), "points": len(audit.points)}, device=run.device, policy=[], phases=list(run.phases), layers=list(run.layers),
@@ -789,7 +830,8 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     ledger = run.ledger
     _record_unreached(session, run)
     narrowed = _narrowed(session)
-    facts: list[Record] = [] if narrowed else list(coverage(run))
+    cells = [] if narrowed else coverage(run)
+    facts: list[Record] = [*cells, *_unjudged(run, cells)]
     if run.generic:
         found: list[Record] = [*facts, *run.audit.measurements(), *(Measurement("not covered", layer=layer_of(p), point=p, values={"tests": 0, "first": ""}) for p in run.audit.hidden)]
     elif isinstance(run.audit, LogitsAudit):
@@ -829,6 +871,9 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
         summary = replace(summary, reasons=[*summary.reasons, *unexercised(ledger.records)])
     if too_little:
         summary = replace(summary, reasons=[too_little, *summary.reasons], verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
+    against = contradictions([*ledger.records, summary])
+    if against:
+        summary = replace(summary, reasons=[*against[:10], *summary.reasons], verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
     run.record(summary)
     ledger.close()
     drawn = False
@@ -840,7 +885,7 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
         report = f"not drawn: {type(error).__name__}: {' '.join(str(error).split())[:200]}; next: python -m reports {_near(ledger.path)}"
     config.add_cleanup(lambda: print("\n".join(_closing(run, divergence, summary, report)), flush=True))  # below pytest's own last line
     if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
-        clean = summary.verdict == "pass" or (bool(narrowed) and not too_little and not beside and exitstatus == 0 and summary.verdict != "fail" and not summary.not_run)
+        clean = summary.verdict == "pass" or (bool(narrowed) and _typed(config) and not too_little and not beside and not against and exitstatus == 0 and summary.verdict != "fail" and not summary.not_run)
         session.exitstatus = pytest.ExitCode.OK if clean and drawn else pytest.ExitCode.TESTS_FAILED
 
 
@@ -935,21 +980,104 @@ def divergence_lines(divergence: Divergence | None, records: Sequence[Record] = 
     return lines
 
 
+# Files whose tests are of one kind and no operation: what the gates are called that they write.
+KINDS = {"test_self.py": "self", "test_load.py": "load", "test_memory.py": "memory", "test_recall.py": "recall"}
+
+
+def verdict_of(item: pytest.Item) -> Verdict:
+    """What a test without a verdict of its own is recorded as: the point, layer and phase it was asked for, else an operation."""
+    operation = getattr(item, "originalname", item.name)
+    asked = item.callspec.params if hasattr(item, "callspec") else {}
+    case = next((case for case in asked.values() if isinstance(case, selection.Case)), None)
+    if case is not None:
+        first, last = case.steps or (None, None)
+        spec = spec_of(case.point)
+        return Verdict(
+            spec.name, case.point, case.mode, State.PASS, "assertions of the test", layer=case.layer, phase=case.phase, step_first=first, step_last=last,
+            component=spec.component, test_id=item.nodeid,
+        )  # fmt: skip
+    component = next((row.component for name, row in OPERATIONS.items() if operation.startswith(f"test_{name}")), "")
+    return Verdict(
+        f"operation.{operation.removeprefix('test_')}", item.name, "operation", State.PASS, "assertions of the test", layer=asked.get("layer", asked.get("compressed_layer")), phase=asked.get("phase"),
+        component=component, test_id=item.nodeid,
+    )  # fmt: skip
+
+
+def _kind(item: pytest.Item, verdict: Verdict) -> Verdict:
+    """A test that was not reached, among the gates of its kind."""
+    asked = item.callspec.params if hasattr(item, "callspec") else {}
+    state = next((case for case in asked.values() if isinstance(case, selection.StateCase)), None)
+    if state is not None:
+        first, last = state.steps or (None, None)
+        return replace(
+            verdict, gate=f"state.{state.part}", point=f"layers.{state.layer}.state.{state.part}", mode="isolated", layer=state.layer, phase=state.phase, step_first=first, step_last=last,
+            component=stored.component_of_part(state.part),
+        )  # fmt: skip
+    return replace(verdict, gate=verdict.gate.replace("operation", KINDS.get(item.path.name, "operation"), 1))
+
+
 def _record_unreached(session: pytest.Session, run: Run) -> None:
     for item in session.items:
         if item.nodeid not in run.judged:
-            gate = item.name.split("[")[0]
             reason = "the run ended before this test" + (f": {run.stopped_by}" if run.stopped_by else "")
-            run.record(Verdict(gate, gate, "operation", State.NOT_RUN, "none", reason=reason, test_id=item.nodeid))
+            run.record(replace(_kind(item, verdict_of(item)), state=State.NOT_RUN, metric="none", reason=reason))
+
+
+def _unjudged(run: Run, cells: list[Coverage]) -> list[Verdict]:
+    """Asked cells whose tap fired and that no gate judged are not run; where the run ended early, its tests say so themselves."""
+    assert run.ledger is not None
+    assert run.audit is not None
+    told = run.outsider is not None and any(run.outsider.not_covered.tests.values())  # gates that have no values of it are a list of their own
+    if run.audit.stopped or run.load_crash is not None or told:
+        return []
+    return [
+        Verdict(cell.point.removeprefix(f"layers.{cell.layer}."), cell.point, cell.mode, State.NOT_RUN, "none", layer=cell.layer, phase=cell.phase, reason=f"no gate judged {cell.phase} {cell.point} ({cell.mode}) at all of its steps")
+        for cell in unjudged(cells, verdicts(run.ledger.records), every_step=run.outsider is None)
+    ]  # fmt: skip
+
+
+LEAVES_OUT = re.compile(r"-[km]|--(deselect|ignore|lf|last-failed|ff|failed-first|nf|sw|stepwise|override-ini|confcutdir|rootdir|config-file)|-[oc]")
+
+
+def _picked(config: pytest.Config) -> bool:
+    return any("::" in arg or arg.endswith(".py") for arg in config.args)
+
+
+def _typed(config: pytest.Config) -> bool:
+    """What leaves tests out was typed, and so asked for; PYTEST_ADDOPTS, ini files and plugins are not."""
+    return _picked(config) or any(LEAVES_OUT.match(str(arg)) for arg in config.invocation_params.args)
 
 
 def _narrowed(session: pytest.Session) -> str:
-    """Not empty when the user picked single tests: coverage is then not asked for, and the verdict says so."""
-    deselected = session.config.stash.get(DESELECTED, 0)
-    picked = any("::" in arg or arg.endswith(".py") for arg in session.config.args)
-    if not deselected and not picked:
+    """Not empty when tests of the audit were left out, however that was done: coverage is then not asked for, and the verdict says so.
+
+    What was collected stands beside what the audit's own folder holds for this run: files that were never opened (--ignore, ini values,
+    another conftest.py), tests of a file that pytest did not take for tests, and tests that somebody removed.
+    """
+    config = session.config
+    run, kept = run_of(config), {item.nodeid for item in session.items}
+    files = sorted(path.name for path in PARITY.glob("test_*.py") if path not in run.offered and not ignore_collect(path, config))
+    single = any("::" in arg for arg in config.args)
+    removed = sum(test not in kept for tests in run.offered.values() for test in tests)
+    removed = config.stash.get(DESELECTED, 0) if single else max(removed, config.stash.get(DESELECTED, 0))
+    if not removed and not _picked(config) and not files:
         return ""
-    return f"only {plural(len(session.items), 'test was', 'tests were')} selected" + (f", {deselected} deselected" if deselected else "")
+    words = f"only {plural(len(session.items), 'test was', 'tests were')} selected" + (f", {removed} deselected" if removed else "")
+    if files and not _picked(config):
+        words += f", {plural(len(files), 'file')} of gates left out: {named(files)}"
+    return words + (f"; {_addopts(run)}" if _addopts(run) else "")
+
+
+def _addopts(run: Run) -> str:
+    """Options that nobody typed on this command line."""
+    given = os.environ.get("PYTEST_ADDOPTS", "").strip()
+    if not given:
+        return ""
+    try:
+        given = shlex.join(shlex.split(given)) if run.redactor is None else run.redactor.command(given)
+    except ValueError:
+        given = "of broken quotes"
+    return f"PYTEST_ADDOPTS: {given}"
 
 
 def deselected(items: Sequence[pytest.Item]) -> None:

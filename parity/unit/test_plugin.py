@@ -31,6 +31,10 @@ python_files = "*_spec.py"
 python_functions = "check_*"
 norecursedirs = ["parity", "site-packages", ".*"]
 filterwarnings = ["error"]
+usefixtures = ["boom"]
+python_classes = "*"
+xfail_strict = true
+empty_parameter_set_mark = "fail_at_collect"
 """
 # Options of the same names, a fixture for everything, and a hook that skips what it does not know.
 OWN_CONFTEST = """
@@ -41,6 +45,10 @@ def pytest_addoption(parser):
         parser.addoption(name, default="own")
     parser.addoption("--steps", type=int)
     parser.addoption("--own-switch", action="store_true")
+
+@pytest.fixture
+def boom():
+    return 1  # every test of this repository has it; the audit knows no such fixture
 
 @pytest.fixture(autouse=True)
 def tamper():
@@ -203,6 +211,8 @@ def test_a_fault_is_red_there_and_says_how_to_run_it_again(elsewhere):
         (("--parity", "/"), "with --parity only the audit's own tests run"),
         (("--parity", "parity/test_absent.py"), "parity/test_absent.py: no such file"),
         (("--parity", "--layers", "99"), "--layers 99"),
+        (("--parity", "--ignore=parity/test_layers.py"), "--ignore parity/test_layers.py: not with --parity"),
+        (("--parity", "--ignore-glob=*test_[!t]*"), "--ignore-glob *test_[!t]*: not with --parity"),
         (("--parity", "--layers", "0", "-n", "2"), "-n 2: an audit is one process"),
         (("--layers", "0", "--phase", "decode", "--max-context", "9"), "unrecognized arguments: --max-context"),
     ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -233,6 +234,63 @@ def test_a_narrowed_run_passes_its_tests_and_is_incomplete(shell, tmp_path):
     page = (shell.report / "report.html").read_text()
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert" in page
+
+
+FEW = ("--layers", "0", "--steps", "1", "--prompt", "short.txt:0:20")
+LEFT_OUT = {  # PYTEST_ADDOPTS, what is typed, what the verdict says, the exit code: what was not typed was not asked for
+    "PYTEST_ADDOPTS": ("--ignore-glob=*test_[!t]*", (), "files of gates left out: test_choices.py, test_graph.py, test_layers.py and ", 1),
+    "typed": ("", ("--ignore-glob=*test_[!t]*",), "files of gates left out: test_choices.py", 0),
+    "ini": ("-o python_functions=test_greedy --ignore-glob=*test_[!t]*", (), "deselected, ", 1),
+    "python_files": ("-o python_files=test_te*.py", (), "files of gates left out: test_choices.py", 1),
+    "plugin": ("-p thins", (), " deselected", 1),
+}  # fmt: skip
+THINS = """
+import pytest
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report(collector):
+    report = yield
+    if isinstance(collector, pytest.Module):
+        report.result = [item for item in report.result if "greedy_text_does_not_degenerate" in item.name]
+    return report
+"""
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_gates_that_are_left_out_in_any_way_are_no_pass(name, shell, tmp_path):
+    hidden, typed, said, due = LEFT_OUT[name]
+    (tmp_path / "thins.py").write_text(THINS)
+    shell.environment |= {"PYTEST_ADDOPTS": hidden, "PYTHONPATH": str(tmp_path)}
+    code, out, _ = shell("parity/", *FEW, *typed)
+    header, verdicts, summary = shell.records()
+    assert summary.verdict == "incomplete"
+    assert {v.state for v in verdicts} <= {State.PASS}, "so that nothing but what was left out decides"
+    assert said in last_lines(out)[0]
+    assert (f"PYTEST_ADDOPTS: {shlex.join(shlex.split(hidden))}" in header.notes) is bool(hidden)
+    assert code == due
+    assert "a run that left out what was asked for is no pass" in (shell.report / "report.html").read_text()
+
+
+STRANGE = """
+import pytest
+
+@pytest.fixture(autouse=True)
+def strange():
+    raise ValueError("a fixture of somebody else")
+"""
+
+
+@pytest.mark.parametrize("options", [("-o", "usefixtures=boom"), ("-p", "strange_fixture")], ids=["unknown", "another plugin's"])
+def test_a_fixture_that_is_not_the_audits_fails_the_run_and_no_point(options, shell, tmp_path):
+    (tmp_path / "strange_fixture.py").write_text(STRANGE)
+    shell.environment |= {"PYTHONPATH": str(tmp_path)}
+    code, out, _ = shell("parity/test_layers.py", *FEW, "-k", "embed or hc_ffn.X", *options)
+    _, verdicts, summary = shell.records()
+    assert code == 1
+    assert {(v.gate, v.state, v.rows) for v in verdicts} == {("run", State.FAIL, 0)}
+    assert all("stopped in pytest or a plugin, outside of the audit" in v.reason for v in verdicts)
+    assert summary.first_divergence is None
+    assert not [line for line in out.splitlines() if line.startswith("first divergence")]
 
 
 def test_the_id_of_a_record_runs_that_gate_again(shell):

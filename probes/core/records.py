@@ -438,6 +438,8 @@ def _judged(records: Iterable[Verdict]) -> dict[tuple[str | None, str, str], set
     """The cells of phase, point and mode that have a verdict, and which decode steps those cover; None: all of them."""
     cells: dict[tuple[str | None, str, str], set[int | None]] = {}
     for v in records:
+        if v.phase == "decode" and v.details.get("left_by") == "prefill":
+            continue  # what the prefill handed over
         last = v.step_first if v.step_last is None else v.step_last
         steps: Iterable[int | None] = (None,) if v.step_first is None or last is None else range(v.step_first, min(last, v.step_first + MOST_STEPS) + 1)
         cells.setdefault((v.phase, v.point, v.mode), set()).update(steps)
@@ -447,20 +449,20 @@ def _judged(records: Iterable[Verdict]) -> dict[tuple[str | None, str, str], set
 MOST_STEPS = 1 << 20  # of one verdict, in a file of anybody's
 
 
-def unjudged(cells: Iterable[Coverage], judged: Iterable[Verdict]) -> list[Coverage]:
-    """Cells of the coverage table that no gate judged, or not at all of their steps: their taps fired, and nobody looked."""
+def unjudged(cells: Iterable[Coverage], judged: Iterable[Verdict], every_step: bool = True) -> list[Coverage]:
+    """Cells of the coverage table that no gate judged, or not at every step: their taps fired, and nobody looked."""
     of = _judged(judged)
 
     def seen(cell: Coverage) -> bool:
         steps = of.get((cell.phase, cell.point, cell.mode), set())
-        return None in steps or (bool(steps) and (cell.phase != "decode" or len(steps) >= cell.expected))
+        return None in steps or (bool(steps) and (cell.phase != "decode" or not every_step or len(steps) >= cell.expected))
 
     return [cell for cell in cells if not seen(cell)]
 
 
-def _left_out(header: Header, judged: list[Verdict], cells: list[Coverage]) -> list[str]:
-    """What the header asks for and a run that passed says nothing about."""
-    against = [f"{phase} is asked for, and no gate judged it" for phase in header.phases if not any(v.phase == phase for v in judged)]
+def _left_out(header: Header, judged: list[Verdict], cells: list[Coverage], told: bool) -> list[str]:
+    """What the header asks for and a run that passed says nothing about. told  the run lists gates that somebody else's production has no values for."""
+    against = [f"{phase} is asked for, and no gate judged it" for phase in header.phases if not told and not any(v.phase == phase for v in judged)]
     if not cells:
         against.append("no tap is in its coverage")
     if not header.production:  # of somebody else's it is known what is shown: `coverage` says how much
@@ -470,7 +472,8 @@ def _left_out(header: Header, judged: list[Verdict], cells: list[Coverage]) -> l
         steps = max((c.expected for c in cells if c.phase == "decode"), default=header.steps)
         if steps != header.steps:
             against.append(f"{header.steps} decode steps are asked for, and {steps} are in the coverage")
-    against += [f"{c.phase} {c.point} ({c.mode}) is in the coverage, and no gate judged all of it" for c in unjudged(cells, judged)]
+    if not told:
+        against += [f"{c.phase} {c.point} ({c.mode}) is in the coverage, and no gate judged all of it" for c in unjudged(cells, judged, every_step=not header.production)]
     return against
 
 
@@ -495,7 +498,8 @@ def contradictions(records: list[Record]) -> list[str]:
         if summary.verdict == "pass" and summary.first_divergence is not None:
             against.append(f"last line: pass, with a first divergence at {summary.first_divergence.point}")
         if summary.verdict == "pass" and header is not None:
-            against += _left_out(header, judged, cells)
+            told = bool(header.production) and any(isinstance(r, Measurement) and r.name == "not covered" and r.values.get("tests") for r in records)
+            against += _left_out(header, judged, cells, told)
     for kind, what in ((Header, "headers, expected one, on the first line"), (Summary, "summaries, expected one, on the last line")):
         many = sum(isinstance(r, kind) for r in records)
         if many > 1 or (kind is Summary and many and summary is None):
