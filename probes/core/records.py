@@ -403,7 +403,7 @@ def _within(value: float | None, limit: float | None) -> bool:
 
 
 def _said(value: Any) -> str:
-    return "not there" if value is None else str(to_wire(value))
+    return "not there" if value is None else str(to_wire(value)).replace("nan", "NaN")
 
 
 def contradiction(verdict: Verdict, day: str = "") -> str:
