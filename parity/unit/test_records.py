@@ -317,12 +317,12 @@ WAIVED = {"reason": "known", "until": "2026-03-01", "by": "somebody"}
 JUDGED = {"rows": 4, "value": 0.5, "limit": 1.0, "spent": 0.5}
 RED = {"rows": 4, "value": 5.0, "limit": 1.0, "spent": 5.0, "waiver": WAIVED}
 UNBELIEVABLE: dict[str, tuple[State, dict[str, Any], str]] = {
-    "over its limit": (State.PASS, {**JUDGED, "value": 5.0}, "its value is 5.0, its limit 1.0"), "NaN": (State.PASS, {**JUDGED, "value": NAN}, "its value is nan"),
-    "no value": (State.PASS, {**JUDGED, "value": None}, "its value is not there"), "no limit's worth": (State.PASS, {**JUDGED, "limit": NAN}, "its limit nan"),
-    "spent": (State.PASS, {**JUDGED, "spent": 1.01}, "share of its limit is 1.01"), "NaN spent": (State.PASS, {**JUDGED, "spent": NAN}, "share of its limit is nan"),
+    "over its limit": (State.PASS, {**JUDGED, "value": 5.0}, "its value is 5.0, its limit 1.0"), "NaN": (State.PASS, {**JUDGED, "value": NAN}, "its value is NaN"),
+    "no value": (State.PASS, {**JUDGED, "value": None}, "its value is not there"), "no limit's worth": (State.PASS, {**JUDGED, "limit": NAN}, "its limit NaN"),
+    "spent": (State.PASS, {**JUDGED, "spent": 1.01}, "share of its limit is 1.01"), "NaN spent": (State.PASS, {**JUDGED, "spent": NAN}, "share of its limit is NaN"),
     "no rows": (State.PASS, {**JUDGED, "rows": 0}, "nothing was compared"),
     "another number": (State.PASS, {**JUDGED, "numbers": [{"number": "norm", "smallest_limit": 2.0, "limit": 1.0, "spent": 2.0}]}, "its norm is 2.0, its limit 1.0"),
-    "another number is NaN": (State.PASS, {**JUDGED, "numbers": [{"number": "norm", "smallest_limit": "nan", "limit": 1.0, "spent": "nan"}]}, "its norm is nan"),
+    "another number is NaN": (State.PASS, {**JUDGED, "numbers": [{"number": "norm", "smallest_limit": "nan", "limit": 1.0, "spent": "nan"}]}, "its norm is NaN"),
     "a pass waived": (State.PASS, {**JUDGED, "waiver": WAIVED}, "waived, and no failure"), "not run waived": (State.NOT_RUN, {"waiver": WAIVED}, "waived, and no failure"),
     "NaN waived": (State.FAIL, {**RED, "value": NAN}, "waived, and what failed is no number"), "nothing waived": (State.FAIL, {**RED, "rows": 0}, "waived, and what failed is no number"),
     "waived for ever": (State.FAIL, {**RED, "waiver": {**WAIVED, "until": "2999-01-01"}}, "waived until 2999-01-01, more than 180 days"),
