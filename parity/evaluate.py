@@ -20,6 +20,7 @@ from parity.selection import Case, layer_cases
 from probes.core.records import State, Verdict
 from probes.core.rows import absent_rows, least_size, row_errors, rows_of
 from probes.core.trace import PassKey, grow_last
+from probes.core.wording import beyond as beyond_limit
 from probes.core.wording import plural
 from reference.points import INDICES, SCORES, PointSpec, spec_of
 
@@ -289,7 +290,7 @@ def judge_choice(
         b, s = where
         taken_here, left_here = taken[b, s].nonzero().flatten().tolist()[:8], left_out[b, s].nonzero().flatten().tolist()[:8]
         state = State.FAIL
-        reason = f"{int(wrong.sum())} of {compared} queries chose other {what}; at {where}: took {taken_here}, left out {left_here}, score gap {float(gap[b, s]):.3g} > {limit:.3g} (2 x twins' worst score error)"
+        reason = f"{int(wrong.sum())} of {compared} queries chose other {what}; at {where}: took {taken_here}, left out {left_here}, score gap {beyond_limit(float(gap[b, s]), limit)} (2 x twins' worst score error)"
         if int(got_bad[b, s]):
             reason += f"; {int(got_bad[b, s])} not allowed or twice"
     return replace(
@@ -464,7 +465,7 @@ def judge_flips(audit: Audit, phase: str) -> Verdict:
     floor = audit.floor("free", "logits")
     beyond = (flipped & ~(margin <= flip_margin(floor))) | got.isnan().any(-1)
     judgement = gates.judge_exact(int(beyond.sum()), got.shape[0] if floor.rows else 0, "rows flip beyond the margin")
-    widest = f"; largest margin {float(margin[beyond].max()):.3g} > {flip_margin(floor):.3g} (twice k {gates.K_FREE:g} x floor {floor.absolute:.2g})" if beyond.any() else ""
+    widest = f"; largest margin {beyond_limit(float(margin[beyond].max()), flip_margin(floor))} (twice k {gates.K_FREE:g} x floor {floor.absolute:.2g})" if beyond.any() else ""
     return replace(
         base, state=judgement.state, reason=judgement.reason + widest, value=float(beyond.sum()), limit=0.0, spent=judgement.spent, rows=got.shape[0], floor=floor.absolute,
         near_ties=int((flipped & ~beyond).sum()),

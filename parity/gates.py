@@ -20,6 +20,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+from probes.core import wording
 from probes.core.records import State, Verdict
 
 MAX_LIMIT = 0.3
@@ -291,7 +292,7 @@ def judge(value: float, floor: float, eps: float, k: float = K_ISOLATED, rows: i
     spent = value / limit if limit > 0 else (0.0 if value == 0 else math.inf)
     if value <= limit:
         return Judgement(State.PASS, limit, spent)
-    return Judgement(State.FAIL, limit, spent, f"{what} {value:.3g} > {limit:.3g} ({k:g} x floor {floor:.2g} + {eps:.2g}), {100 * spent:.0f} % of limit")
+    return Judgement(State.FAIL, limit, spent, f"{what} {wording.beyond(value, limit)} ({k:g} x floor {floor:.2g} + {eps:.2g})" + (f", {wording.share(spent)} of limit" if math.isfinite(spent) else ""))
 
 
 def numbers_of(*judged: tuple[str, float, Judgement]) -> list[dict[str, Any]]:
@@ -327,4 +328,4 @@ def judge_bound(name: str, value: float, compared: int, what: str) -> Judgement:
     spent = value / limit if limit > 0 else (0.0 if value == 0 else math.inf)
     if value <= limit:
         return Judgement(State.PASS, limit, spent)
-    return Judgement(State.FAIL, limit, spent, f"{what}: {value:.6g} > {limit:.6g}")
+    return Judgement(State.FAIL, limit, spent, f"{what}: {wording.beyond(value, limit, 6)}")

@@ -66,6 +66,8 @@ def capture(audit: Audit, divergence: Divergence, verdict: Verdict, path: Path, 
         raise NoReproError("the first divergence is no layer's point")
     if state_order(point) is not None:
         raise NoReproError(f"{point} is what the layer leaves in its state: no launch shows it")
+    if divergence.phase == "decode" and divergence.step is None:
+        raise NoReproError(f"{verdict.gate} judges the steps of decode together and names none that could be run alone; next: run {verdict.test_id} with the options of this run")
     if not hasattr(audit.production, "device"):
         raise NoReproError("production has no device that could be watched")
     if divergence.because.startswith(ONLY_REPLAYED):

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from parity import pace, selection
+from probes.core import wording
 from probes.core.records import Record, State, Summary, Verdict, accepted
 from probes.core.wording import at_step, closest, first_step, named, plural, when
 
@@ -114,7 +115,7 @@ def share(spent: float) -> str:
     if spent >= 1.5:
         return f"{spent:.3g} x"
     percent = 100 * spent
-    return "<1 %" if percent < 1 else f"{math.floor(percent)} %" if percent < 100 else f"{percent:.4g} %"
+    return "<1 %" if percent < 1 else f"{math.floor(percent)} %" if percent < 100 else wording.share(spent)
 
 
 def verdict_line(summary: Summary, waivers: int = 0) -> str:

@@ -13,6 +13,7 @@ import re
 import shlex
 from typing import Any
 
+from probes.core import wording
 from probes.core.wording import at_step as at_step
 from probes.core.wording import closest as closest
 from probes.core.wording import coverage_words as coverage_words
@@ -70,17 +71,7 @@ def share(spent: float | None) -> str:
         return DASH
     if not math.isfinite(spent):
         return number(spent)
-    percent = 100.0 * spent
-    if percent >= 1000:
-        return f"{spent:.0f}×" if spent < 1000 else ">999×"
-    if 0 < percent < 0.1:
-        return "<0.1 %"
-    if round(percent) == 100 and percent != 100:
-        for digits in (1, 2, 3):
-            if float(f"{percent:.{digits}f}") != 100:
-                return f"{percent:.{digits}f} %"
-        return ">100 %" if percent > 100 else "<100 %"
-    return f"{percent:.1f} %" if 0 < percent < 1 else f"{percent:.0f} %"
+    return wording.share(spent)
 
 
 def finite(value: Any) -> bool:

@@ -414,6 +414,13 @@ def problems(source: str) -> list[str]:
         after = job["steps"][audits[0] + 1 :]
         told = [step for step in after if "reports.ci" in step.get("run", "")]
         kept = [step for step in after if step.get("uses", "").startswith("actions/upload-artifact")]
+        drawn = [step for step in job["steps"][audits[0] + 1 : job["steps"].index(kept[0])] if "-m reports " in step.get("run", "")] if kept else []
+        missing = drawn[0].get("if", "").split("&&") if len(drawn) == 1 else []
+        ends = [("report.html", "== ''"), ("run.jsonl", "!= ''")]
+        if folder is None or [part.strip() for part in missing[:1]] != ["always()"] or len(missing) != 3 or any(name not in part or not part.strip().endswith(end) for (name, end), part in zip(ends, missing[1:], strict=True)):
+            found.append(f"{name}: a run that was killed has no report")
+        elif drawn[0]["run"].split("-m reports ")[1].strip() != f"{folder[1]}/run.jsonl":
+            found.append(f"{name}: the report is of another run")
         for what, steps in (("summary", told), ("artifacts", kept)):
             if len(steps) != 1 or steps[0].get("if") != "always()":
                 found.append(f"{name}: {what} not always")
@@ -470,6 +477,9 @@ def test_the_workflow_is_sound_and_its_commands_exist():
         ("path: reports/runs/cpu", "path: reports", "not what was written"),
         ("runs/cpu/run.jsonl", "runs/other/run.jsonl", "of another run"),
         ("-m reports.ci", "-m reports.cd", "not always"),
+        ("-m reports reports/runs/cpu/run.jsonl", "-m reports reports/runs/another/run.jsonl", "the report is of another run"),
+        ("always() && hashFiles('reports/runs/cpu/report.html')", "hashFiles('reports/runs/cpu/report.html')", "a run that was killed has no report"),
+        ("cpu/run.jsonl') != ''", "cpu/run.jsonl') == ''", "a run that was killed has no report"),
         ("-m probes.doctor", "-m probes.physician", "no module probes.physician"),
         ("decode: [eager, replay]", "decode: [eager]", "not replayed"),
         ("vars.PARITY_GPU == 'true' || ", "", "nobody asked"),

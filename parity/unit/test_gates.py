@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parity import gates
@@ -18,6 +19,20 @@ from reference.points import INDICES, LAYER_POINTS, MODEL_POINTS
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.011])
 def test_nan_inf_and_too_large_fail(value):
     assert gates.judge(value, floor=0.003, eps=0.001).state is State.FAIL
+
+
+@given(st.floats(min_value=1e-9, max_value=0.15), st.floats(min_value=1 + 1e-15, max_value=1e6))
+@example(0.0102, 1 + 1e-9)
+@example(0.0102, math.inf)
+def test_a_reason_never_rounds_a_red_value_onto_its_limit(limit, over):
+    value = max(math.nextafter(limit, math.inf), limit * over)
+    for found in (gates.judge(value, floor=0.0, eps=limit), gates.judge_bound("memory.footprint", 0.01 * (value / limit) if value / limit > 1 else math.nextafter(0.01, 1), 1, "bytes")):
+        ((shown, bound),) = re.findall(r"(\S+) > (\S+)", found.reason)
+        assert found.state is State.FAIL
+        assert float(shown) > float(bound)
+        assert ", 100 % of limit" not in found.reason
+        assert "inf %" not in found.reason
+        assert "nan %" not in found.reason
 
 
 def test_equal_to_the_limit_passes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +98,13 @@ def test_an_operation_alone_has_no_place_in_the_dataflow():
     assert with_repro(alone, [], audit_of(), None) == alone
     assert strengthened(None, [], audit_of()) is None
     assert strength(alone) == ""
+
+
+def test_a_gate_of_decode_as_a_whole_names_no_step_and_the_repro_says_so():
+    whole = Verdict("self.visible", "layers.0.attn.visible", "model", State.FAIL, "m", 0, "decode", test_id="parity/test_self.py::test_x[L0]")
+    found = with_repro(claim("layers.0.attn.visible", "decode"), [whole], audit_of(), Path("nowhere"))
+    assert (found.repro, found.replay) == (None, None)
+    assert found.no_repro == "self.visible judges the steps of decode together and names none that could be run alone; next: run parity/test_self.py::test_x[L0] with the options of this run"
 
 
 def test_the_claim_in_words_and_on_the_wire():

@@ -16,14 +16,16 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from parity import planted
+from parity import planted, session, terminal
 from parity.gates import GATES
-from probes.core.records import Header, Measurement, State, Summary, Verdict, read_run
+from probes.core.records import Coverage, Header, Measurement, State, Summary, Verdict, read_run
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "checkpoints" / "tiny-dsv4"
@@ -463,6 +465,37 @@ def test_a_run_that_is_told_to_stop_closes_its_file_and_removes_the_copy(with_si
     assert summary.not_run > 0
     assert f"the run ended before this test: {with_signal.name}" in (shell.report / "report.html").read_text()
     assert all(v.reason for v in verdicts if v.state is State.NOT_RUN)
+    unreached = [v for v in verdicts if v.reason.startswith("the run ended before this test")]
+    assert {terminal.kind_of(v) for v in unreached} >= {"layers alone", "layers in the chain"}
+    assert all(v.component and v.phase for v in unreached if "::test_point[" in v.test_id)
+
+
+UNREACHED = {"test_state.py": "stored state", "test_self.py": "equal to itself", "test_memory.py": "memory", "test_load.py": "parameters", "test_operations_dense.py": "operations"}
+
+
+def test_a_test_that_was_not_reached_counts_among_its_kind(shell, tmp_path):
+    (tmp_path / "stops.py").write_text("import pytest\n\ndef pytest_runtest_protocol(item, nextitem):\n    raise KeyboardInterrupt\n")
+    shell.environment |= {"PYTHONPATH": str(tmp_path)}
+    code, _, _ = shell(*(f"parity/{name}" for name in UNREACHED), *FEW, "-p", "stops")
+    _, verdicts, summary = shell.records()
+    assert code == 2
+    assert summary.not_run == len(verdicts) > 100
+    for name, kind in UNREACHED.items():
+        assert {terminal.kind_of(v) for v in verdicts if v.test_id.startswith(f"parity/{name}::")} == {kind}
+
+
+def test_a_tap_that_fired_and_that_no_gate_judged_is_not_run():
+    cells = [Coverage("decode", 0, f"layers.0.{name}", "free", 4, 4) for name in ("attn.q", "attn.kv", "state.kv")]
+    judged = [Verdict("g", cells[0].point, "free", State.PASS, "m", 0, "decode", 0, 3), Verdict("g", cells[1].point, "free", State.PASS, "m", 0, "decode", 0, 2)]
+
+    unjudged: Any = session._unjudged  # of a run that has only what it reads
+
+    def found(**changes):
+        facts = {"load_crash": None, "outsider": None, "ledger": SimpleNamespace(records=judged), "audit": SimpleNamespace(stopped=""), **changes}
+        return [(v.gate, v.point, v.state, v.phase) for v in unjudged(SimpleNamespace(**facts), cells)]
+
+    assert found() == [(name, f"layers.0.{name}", State.NOT_RUN, "decode") for name in ("attn.kv", "state.kv")]
+    assert found(audit=SimpleNamespace(stopped="production stopped")) == []
 
 
 def test_a_killed_run_leaves_a_file_that_reads_as_incomplete(shell):

@@ -27,6 +27,33 @@ def named(names: Sequence[str], shown: int = 3) -> str:
     return ", ".join(names) if len(names) <= shown + 1 else f"{', '.join(names[:shown])} and {len(names) - shown} more"
 
 
+# ---- a number beside its limit ----
+
+
+def share(spent: float) -> str:
+    """A finite share of a limit: 0.37 is `37 %`, 41.8 is `42×`. It never rounds onto the limit."""
+    percent = 100.0 * spent
+    if percent >= 1000:
+        return f"{spent:.0f}×" if spent < 1000 else ">999×"
+    if 0 < percent < 0.1:
+        return "<0.1 %"
+    if round(percent) == 100 and percent != 100:
+        for digits in (1, 2, 3):
+            if float(f"{percent:.{digits}f}") != 100:
+                return f"{percent:.{digits}f} %"
+        return ">100 %" if percent > 100 else "<100 %"
+    return f"{percent:.1f} %" if 0 < percent < 1 else f"{percent:.0f} %"
+
+
+def beyond(value: float, limit: float, digits: int = 3) -> str:
+    """`0.01021 > 0.0102`: a number over its limit, both with as many digits as tell them apart."""
+    for more in range(digits, 18):
+        shown, bound = f"{value:.{more}g}", f"{limit:.{more}g}"
+        if shown != bound:
+            return f"{shown} > {bound}"
+    return f"{value!r} > {limit!r}"
+
+
 # ---- a red gate: since when, and how far over its limit ----
 
 
