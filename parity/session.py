@@ -864,16 +864,16 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     too_little = _too_little(run)
     beside = [*filter(None, [outsider.unusable(run.audit) if isinstance(run.audit, OutsideAudit) else ""]), *outsider.over_and_not_judged(ledger.records)]
     if beside:
-        summary = replace(summary, reasons=[*beside, *summary.reasons], verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
+        summary = _no_pass(summary, [*beside, *summary.reasons])
     if narrowed:
-        summary = replace(summary, reasons=[*summary.reasons, narrowed], verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
+        summary = _no_pass(summary, [*summary.reasons, narrowed])
     else:
         summary = replace(summary, reasons=[*summary.reasons, *unexercised(ledger.records)])
     if too_little:
-        summary = replace(summary, reasons=[too_little, *summary.reasons], verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
+        summary = _no_pass(summary, [too_little, *summary.reasons])
     against = contradictions([*ledger.records, summary])
     if against:
-        summary = replace(summary, reasons=[*against[:10], *summary.reasons], verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
+        summary = _no_pass(summary, [*against[:10], *summary.reasons])
     run.record(summary)
     ledger.close()
     drawn = False
@@ -887,6 +887,11 @@ def finish(session: pytest.Session, exitstatus: int, render: Callable[[list[Reco
     if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         clean = summary.verdict == "pass" or (bool(narrowed) and _typed(config) and not too_little and not beside and not against and exitstatus == 0 and summary.verdict != "fail" and not summary.not_run)
         session.exitstatus = pytest.ExitCode.OK if clean and drawn else pytest.ExitCode.TESTS_FAILED
+
+
+def _no_pass(summary: Summary, reasons: list[str]) -> Summary:
+    """The same with these reasons; where nothing failed it is incomplete."""
+    return replace(summary, reasons=reasons, verdict="incomplete" if summary.verdict == "pass" else summary.verdict)
 
 
 def _too_little(run: Run) -> str:
